@@ -1,0 +1,389 @@
+//! What a claim is answered with, and waiting for the owner.
+//!
+//! Ground rules: a [`Wait`] holds at most one seat in the waiters' list and gives it up when it is
+//! dropped; a permit that was meant for it goes to the next (R14). After each wake-up it looks at
+//! the very record it waited for, so that an old waiter gets the old outcome; only if that claim
+//! is over does it claim anew.
+
+use std::{
+    fmt,
+    future::Future,
+    pin::Pin,
+    task::{Context, Poll, Wake, Waker},
+    thread::{self, Thread},
+    time::Duration,
+};
+
+use crate::{
+    clock::{Clock, Millis, SystemClock},
+    engine::{Answer, Asked, By, Engine, Met},
+    error::ClaimError,
+    fingerprint::{Fingerprint, Scheme},
+    outcome::Outcome,
+    permit::Permit,
+    record::{Record, word::View},
+    sync::{Arc, AtomicBool, Ordering},
+    waiters::{Gift, NoSeat, Ticket},
+};
+
+/// What [`Store::claim`](crate::Store::claim) answers: the caller is the owner, or this is there.
+#[derive(Debug)]
+#[must_use = "a claim that was won and dropped holds its identity"]
+pub enum Claim {
+    /// The caller is the owner and runs the work.
+    Won(Permit),
+    /// The work is done; this is its outcome.
+    Replay(Replay),
+    /// The work is done, but its answer was not kept.
+    NotKept,
+    /// An owner runs; wait for it.
+    InFlight(Pending),
+    /// The identity is taken by an attempt with another fingerprint (R5).
+    Mismatch,
+    /// Nobody knows whether the work was done (R11), or the record's fingerprint was made by a
+    /// scheme that cannot be compared with (R4).
+    Held,
+}
+
+/// A stored outcome.
+#[derive(Debug)]
+pub struct Replay {
+    answer: Answer,
+}
+
+impl Replay {
+    /// The outcome, shared with the store.
+    pub fn outcome(&self) -> &Outcome {
+        &self.answer.outcome
+    }
+
+    /// The outcome, shared with the store.
+    pub fn into_outcome(self) -> Outcome {
+        self.answer.outcome
+    }
+
+    /// The time since the work was completed.
+    pub fn age(&self) -> Duration {
+        self.answer.age
+    }
+
+    /// The time until the outcome's retention ends.
+    pub fn remaining(&self) -> Duration {
+        self.answer.remaining
+    }
+}
+
+/// What a waiter is told in the end.
+#[derive(Debug)]
+#[must_use = "a permit in it that is dropped holds its identity"]
+#[non_exhaustive]
+pub enum Settled {
+    /// The owner completed; this is its outcome.
+    Completed(Replay),
+    /// The owner gave the identity up and this waiter is the next owner.
+    Yours(Permit),
+    /// The owner gave the identity up and left this answer to those who were waiting (R14).
+    Answered(Outcome),
+    /// The owner completed, but its answer was not kept.
+    NotKept,
+    /// The identity was claimed anew with another fingerprint.
+    Mismatch,
+    /// Nobody knows whether the work was done (R11).
+    Held,
+    /// As many wait already as the caps allow (R15). Nothing was waited for.
+    TooMany,
+    /// The old claim was over, and a new one was refused.
+    Refused(ClaimError),
+}
+
+/// The limit of [`Pending::wait_timeout`] has passed. The view of the claim comes back.
+#[derive(Debug)]
+pub struct TimedOut {
+    /// To wait on, or to drop.
+    pub pending: Pending,
+}
+
+impl fmt::Display for TimedOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the owner has not finished within the limit")
+    }
+}
+
+impl std::error::Error for TimedOut {}
+
+/// A running owner, seen by a duplicate. Dropping it leaves no trace.
+pub struct Pending {
+    engine: Arc<Engine>,
+    record: Arc<Record>,
+    fingerprint: Fingerprint,
+    /// The fingerprint by the record's scheme, if that is another one.
+    other: Option<Fingerprint>,
+}
+
+impl Pending {
+    /// Waits as a task: a future that may be dropped at any time.
+    ///
+    /// It has no limit of its own: wrap it in the runtime's time-out. It is woken by the owner, or
+    /// by the sweep when the owner's lease lapses.
+    pub fn wait(self) -> Wait {
+        Wait { pending: self, ticket: None }
+    }
+
+    /// Waits as a thread, at most `limit` of real time.
+    ///
+    /// # Errors
+    ///
+    /// [`TimedOut`] gives the pending back.
+    pub fn wait_timeout(self, limit: Duration) -> Result<Settled, TimedOut> {
+        let timer = SystemClock::new();
+        let mut wait = self.wait();
+        loop {
+            // A lapsed lease ends the nap too, whether or not a sweep runs (R13). One nap of at
+            // least a millisecond, so that a lease that is about to lapse does not spin.
+            let left = limit.saturating_sub(timer.now());
+            let nap = left.min(wait.remaining().max(Duration::from_millis(1)));
+            if let Some(settled) = block_on(&mut wait, nap) {
+                return Ok(settled);
+            }
+            match wait.into_pending() {
+                Ok(pending) if limit <= timer.now() => return Err(TimedOut { pending }),
+                Ok(pending) => wait = pending.wait(),
+                Err(settled) => return Ok(settled),
+            }
+        }
+    }
+
+    /// The time until the owner's lease lapses, zero if it has; the owner may renew it.
+    pub fn remaining(&self) -> Duration {
+        let word = self.record.word();
+        match word.view(self.engine.now()) {
+            View::InFlight => word.at().since(self.engine.now()),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// The time since the present owner won.
+    pub fn age(&self) -> Duration {
+        self.engine.now().since(self.record.claimed())
+    }
+
+    fn permit(&self, number: u64) -> Permit {
+        Permit::new(Arc::clone(&self.engine), Arc::clone(&self.record), number)
+    }
+
+    /// What the record says now: the end of the wait, or a seat.
+    fn look(&mut self) -> Result<Ticket, Settled> {
+        loop {
+            let now = self.engine.now();
+            let word = self.record.word();
+            match word.view(now) {
+                View::InFlight => match self.take_seat(now) {
+                    Ok(ticket) => return Ok(ticket),
+                    Err(NoSeat::LookAgain) => {}
+                    Err(NoSeat::TooMany) => {
+                        self.engine.counters.refused_waiters.up();
+                        return Err(Settled::TooMany);
+                    }
+                },
+                View::Completed => {
+                    return Err(match self.engine.answer(&self.record, word, now) {
+                        Some(answer) => {
+                            self.engine.counters.replays.up();
+                            Settled::Completed(Replay { answer })
+                        }
+                        None => Settled::NotKept,
+                    });
+                }
+                View::NotKept => return Err(Settled::NotKept),
+                View::Held => return Err(Settled::Held),
+                View::Lapsed | View::Gone => self.claim_anew()?,
+            }
+        }
+    }
+
+    fn take_seat(&self, now: Millis) -> Result<Ticket, NoSeat> {
+        let mut deadline = now;
+        let ticket = self.engine.waiters.join(&self.record, || {
+            loop {
+                let word = self.record.word();
+                deadline = word.at();
+                if word.view(now) != View::InFlight {
+                    return false;
+                }
+                if word.has_waiters() || self.record.swap(word, word.with_waiters()).is_ok() {
+                    return true;
+                }
+            }
+        })?;
+        self.engine.watch(&self.record, deadline);
+        Ok(ticket)
+    }
+
+    /// The claim that was waited for is over: meets what is there now.
+    fn claim_anew(&mut self) -> Result<(), Settled> {
+        let (own, other) = (self.fingerprint, self.other);
+        let mut translate = |scheme: Scheme| other.filter(|made| made.scheme() == scheme);
+        let mut asked = Asked::new(own, &mut translate);
+        let frame = Arc::clone(self.record.frame());
+        let met = self.engine.claim(&frame, &mut asked).map_err(Settled::Refused)?;
+        Err(match met {
+            Met::Won(record, number) => {
+                self.record = record;
+                Settled::Yours(self.permit(number))
+            }
+            Met::Replay(answer) => Settled::Completed(Replay { answer }),
+            Met::NotKept => Settled::NotKept,
+            Met::Mismatch => Settled::Mismatch,
+            Met::Held => Settled::Held,
+            Met::InFlight(record) => {
+                self.record = record;
+                return Ok(());
+            }
+        })
+    }
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("remaining", &self.remaining()).finish_non_exhaustive()
+    }
+}
+
+/// The future of [`Pending::wait`]. Dropping it only takes this waiter off the list (R15).
+#[must_use = "futures do nothing unless polled"]
+pub struct Wait {
+    pending: Pending,
+    ticket: Option<Ticket>,
+}
+
+impl Wait {
+    /// Stops waiting.
+    ///
+    /// # Errors
+    ///
+    /// What this waiter was told just before, a permit perhaps.
+    pub fn into_pending(mut self) -> Result<Pending, Settled> {
+        if let Some(ticket) = self.ticket.take()
+            && let Some(gift) = self.pending.engine.waiters.leave(&self.pending.record, &ticket)
+            && let Some(settled) = self.unwrap_gift(gift)
+        {
+            return Err(settled);
+        }
+        // Without a ticket dropping this does nothing more.
+        Ok(Pending {
+            engine: Arc::clone(&self.pending.engine),
+            record: Arc::clone(&self.pending.record),
+            fingerprint: self.pending.fingerprint,
+            other: self.pending.other,
+        })
+    }
+
+    /// The time until the owner's lease lapses, zero if it has.
+    pub fn remaining(&self) -> Duration {
+        self.pending.remaining()
+    }
+
+    fn unwrap_gift(&self, gift: Gift) -> Option<Settled> {
+        match gift {
+            Gift::LookAgain => None,
+            Gift::Answer(answer) => Some(Settled::Answered(answer)),
+            Gift::Permit(number) => Some(Settled::Yours(self.pending.permit(number))),
+        }
+    }
+}
+
+impl Future for Wait {
+    type Output = Settled;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Settled> {
+        let this = &mut *self;
+        loop {
+            let ticket = match &this.ticket {
+                Some(ticket) => ticket,
+                None => match this.pending.look() {
+                    Ok(ticket) => this.ticket.insert(ticket),
+                    Err(settled) => return Poll::Ready(settled),
+                },
+            };
+            match ticket.seat.poll(cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(gift) => {
+                    this.ticket = None;
+                    if let Some(settled) = this.unwrap_gift(gift) {
+                        return Poll::Ready(settled);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Wait {
+    fn drop(&mut self) {
+        let Some(ticket) = self.ticket.take() else { return };
+        let Pending { engine, record, .. } = &self.pending;
+        if let Some(Gift::Permit(number)) = engine.waiters.leave(record, &ticket) {
+            // Nothing was done with it: to the next. Lost means that somebody settled it.
+            let _ = engine.release(record, By::Owner(number), None);
+        }
+    }
+}
+
+impl fmt::Debug for Wait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Wait").field("listed", &self.ticket.is_some()).finish_non_exhaustive()
+    }
+}
+
+/// Runs `future` on this thread, at most `limit` of real time.
+pub(crate) fn block_on<F: Future + Unpin>(future: &mut F, limit: Duration) -> Option<F::Output> {
+    let timer = SystemClock::new();
+    let parker = Arc::new(Parker { thread: thread::current(), rung: AtomicBool::new(false) });
+    let waker = Waker::from(Arc::clone(&parker));
+    let mut cx = Context::from_waker(&waker);
+    loop {
+        if let Poll::Ready(output) = Pin::new(&mut *future).poll(&mut cx) {
+            return Some(output);
+        }
+        // Acquire, partner of the Release in `wake`: what the waker did before is seen by the poll.
+        while !parker.rung.swap(false, Ordering::Acquire) {
+            let left = limit.saturating_sub(timer.now());
+            if left.is_zero() {
+                return None;
+            }
+            thread::park_timeout(left);
+        }
+    }
+}
+
+/// Wakes a thread. The flag tells a wake-up from a thread that was unparked for something else.
+struct Parker {
+    thread: Thread,
+    rung: AtomicBool,
+}
+
+impl Wake for Parker {
+    fn wake(self: Arc<Self>) {
+        self.rung.store(true, Ordering::Release);
+        self.thread.unpark();
+    }
+}
+
+/// What `met` means for the caller of a claim.
+pub(crate) fn answer(
+    engine: &Arc<Engine>,
+    met: Met,
+    fingerprint: Fingerprint,
+    other: Option<Fingerprint>,
+) -> Claim {
+    match met {
+        Met::Won(record, number) => Claim::Won(Permit::new(Arc::clone(engine), record, number)),
+        Met::Replay(answer) => Claim::Replay(Replay { answer }),
+        Met::NotKept => Claim::NotKept,
+        Met::InFlight(record) => {
+            Claim::InFlight(Pending { engine: Arc::clone(engine), record, fingerprint, other })
+        }
+        Met::Mismatch => Claim::Mismatch,
+        Met::Held => Claim::Held,
+    }
+}

@@ -1,0 +1,48 @@
+#![doc = include_str!("../README.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+// The walk: reading order is the way of a request.
+//
+// The door.
+mod store;
+// Who is asking?
+mod fingerprint;
+mod header;
+mod identity;
+// Who runs it?
+mod claim;
+mod engine;
+mod index;
+mod record;
+mod waiters;
+// The answer.
+mod outcome;
+mod permit;
+// Time and room.
+mod capacity;
+mod expire;
+mod wheel;
+// The edges.
+#[cfg(feature = "axum")]
+mod axum;
+#[cfg(feature = "http")]
+pub mod http;
+// The cellar.
+mod clock;
+mod error;
+mod stats;
+mod sync;
+
+pub use claim::{Claim, Pending, Replay, Settled, TimedOut, Wait};
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use engine::{Abandon, Lapse};
+pub use error::{Busy, ClaimError, ConfigError, Lost, LostCause, ResolveError};
+pub use fingerprint::{Fingerprint, FingerprintBuilder, Scheme};
+pub use header::{Key, KeyError};
+#[cfg(feature = "http")]
+pub use header::KeyForm;
+pub use identity::{Identity, IdentityError};
+pub use outcome::{HeaderLines, Outcome};
+pub use permit::{Completed, Permit, Token};
+pub use stats::Stats;
+pub use store::{Drain, Entry, EntryState, Resolution, Store, StoreBuilder, Sweep, Swept};

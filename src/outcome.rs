@@ -1,0 +1,162 @@
+//! What is kept of finished work: a status, header lines and body bytes (R16).
+//!
+//! Ground rules: an outcome is immutable once it is handed to a permit. A clone shares the bytes,
+//! so a replay copies no body. Header lines live in one block, in order, as raw bytes:
+//!
+//! ```text
+//! head: | name length u16 | value length u32 | name | value | next line ...
+//! ```
+
+use std::fmt;
+
+use bytes::Bytes;
+
+/// What an outcome costs beside its bytes: two buffers with their counts and allocator rounding.
+const OVERHEAD: usize = 128;
+
+/// The stored answer of one intent: the same status, the same header lines in the same order and
+/// the same body bytes for everyone who asks (R16).
+///
+/// It is not bound to HTTP: a worker may use the status as it likes and leave the header lines
+/// out. Cloning is cheap and shares the bytes.
+///
+/// ```
+/// use oncekey::Outcome;
+///
+/// let outcome = Outcome::new(201).header("location", "/charges/7").body("{\"id\":7}");
+/// assert_eq!(outcome.status(), 201);
+/// assert_eq!(outcome.header_lines().next(), Some((&b"location"[..], &b"/charges/7"[..])));
+/// assert_eq!(&outcome.bytes()[..], b"{\"id\":7}");
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Outcome {
+    status: u16,
+    head: Bytes,
+    body: Bytes,
+}
+
+impl Outcome {
+    /// An outcome with a status, no header lines and an empty body.
+    pub fn new(status: u16) -> Self {
+        Self { status, head: Bytes::new(), body: Bytes::new() }
+    }
+
+    /// Adds a header line behind those that are there. Bytes are kept as they are, repeats too.
+    ///
+    /// A name is cut at 65,535 bytes and a value at 4 GiB, which no HTTP message reaches.
+    #[must_use]
+    pub fn header(mut self, name: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> Self {
+        let name = name.as_ref();
+        let name = &name[..name.len().min(usize::from(u16::MAX))];
+        let value = value.as_ref();
+        let value = &value[..value.len().min(u32::MAX as usize)];
+        // Gives the buffer back without a copy, because nobody else holds it yet.
+        let mut head = Vec::from(std::mem::take(&mut self.head));
+        head.reserve(6 + name.len() + value.len());
+        head.extend_from_slice(&(name.len() as u16).to_be_bytes());
+        head.extend_from_slice(&(value.len() as u32).to_be_bytes());
+        head.extend_from_slice(name);
+        head.extend_from_slice(value);
+        self.head = Bytes::from(head);
+        self
+    }
+
+    /// Sets the body.
+    ///
+    /// Hand in bytes that own their buffer: a slice of a larger buffer keeps all of it in memory,
+    /// and the store counts only the slice.
+    #[must_use]
+    pub fn body(mut self, body: impl Into<Bytes>) -> Self {
+        self.body = body.into();
+        self
+    }
+
+    /// The status.
+    pub fn status(&self) -> u16 {
+        self.status
+    }
+
+    /// The header lines (name, value), in order.
+    pub fn header_lines(&self) -> HeaderLines<'_> {
+        HeaderLines { rest: &self.head }
+    }
+
+    /// The body.
+    pub fn bytes(&self) -> &Bytes {
+        &self.body
+    }
+
+    /// What the outcome costs a store, in bytes.
+    pub fn size(&self) -> usize {
+        OVERHEAD + self.head.len() + self.body.len()
+    }
+}
+
+/// Shows the status and lengths only: header lines and bodies may hold what no log should see.
+impl fmt::Debug for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outcome")
+            .field("status", &self.status)
+            .field("header_lines", &self.header_lines().count())
+            .field("body_bytes", &self.body.len())
+            .finish()
+    }
+}
+
+/// The header lines of an [`Outcome`], in order.
+#[derive(Clone)]
+pub struct HeaderLines<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Iterator for HeaderLines<'a> {
+    type Item = (&'a [u8], &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let (name_len, rest) = self.rest.split_first_chunk::<2>()?;
+        let (value_len, rest) = rest.split_first_chunk::<4>()?;
+        let (name, rest) = rest.split_at_checked(usize::from(u16::from_be_bytes(*name_len)))?;
+        let (value, rest) = rest.split_at_checked(u32::from_be_bytes(*value_len) as usize)?;
+        self.rest = rest;
+        Some((name, value))
+    }
+}
+
+impl fmt::Debug for HeaderLines<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeaderLines").field("left", &self.clone().count()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn r16_header_lines_keep_order_repeats_and_raw_bytes() {
+        let lines: [(&[u8], &[u8]); 5] = [
+            (b"set-cookie", b"a=1; Expires=Wed, 21 Oct 2026 07:28:00 GMT"),
+            (b"x", b"\xff\xfe"),
+            (b"set-cookie", b"b=2"),
+            (b"", b""),
+            (b"x", b""),
+        ];
+        let mut outcome = Outcome::new(201);
+        for (name, value) in lines {
+            outcome = outcome.header(name, value);
+        }
+        assert_eq!(outcome.header_lines().collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn r16_a_clone_shares_the_bytes() {
+        let outcome = Outcome::new(200).body(vec![7_u8; 10_000]);
+        assert_eq!(outcome.clone().bytes().as_ptr(), outcome.bytes().as_ptr());
+    }
+
+    #[test]
+    fn debug_shows_no_contents() {
+        let outcome = Outcome::new(200).header("x-secret", "s3cret").body("s3cret");
+        assert!(!format!("{outcome:?} {:?}", outcome.header_lines()).contains("cret"));
+    }
+}

@@ -1,0 +1,568 @@
+//! The door: [`Store`] and its builder. Settings are parsed once; a store that was built is valid.
+
+use std::{
+    fmt,
+    future::Future,
+    pin::Pin,
+    task::{Context, Poll},
+    thread,
+    time::Duration,
+};
+
+use crate::{
+    capacity::Room,
+    claim::{self, Claim},
+    clock::{Clock, Millis, SystemClock},
+    engine::{Abandon, Asked, Engine, Lapse, Met, Settings},
+    error::{Busy, ClaimError, ConfigError, ResolveError},
+    expire::{self, Sweeper},
+    fingerprint::{Fingerprint, Scheme},
+    identity::Identity,
+    outcome::Outcome,
+    permit::Token,
+    record::{Record, word::View},
+    stats::Stats,
+    sync::{Arc, Weak},
+    waiters::Waiters,
+};
+
+/// Longer durations are clamped to this: 100 years (R23).
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
+/// Who reaps what has ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sweep {
+    /// A thread of the store's own. It sleeps until something ends.
+    #[default]
+    Thread,
+    /// Nobody but [`Store::sweep`]. For tests with a [`ManualClock`](crate::ManualClock), and for
+    /// services that bring a timer of their own: call it once a tick. A task that waits is told of
+    /// a lapsed lease only then.
+    Manual,
+}
+
+/// The settings of a store. Made by [`Store::builder`].
+///
+/// Each default has its reason on its setter.
+#[derive(Debug)]
+#[must_use = "a builder does nothing until `build` is called"]
+pub struct StoreBuilder {
+    retention: Duration,
+    lease: Duration,
+    max_run: Duration,
+    tick: Duration,
+    max_keys: usize,
+    max_bytes: usize,
+    max_keys_per_account: Option<usize>,
+    outcome_reserve: usize,
+    max_waiters_per_key: usize,
+    max_waiters: usize,
+    on_abandon: Abandon,
+    on_lapse: Lapse,
+    sweep: Sweep,
+    clock: ClockBox,
+}
+
+struct ClockBox(Box<dyn Clock>);
+
+impl fmt::Debug for ClockBox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Clock")
+    }
+}
+
+impl StoreBuilder {
+    fn new() -> Self {
+        Self {
+            retention: Duration::from_secs(24 * 60 * 60),
+            lease: Duration::from_secs(60),
+            max_run: Duration::from_secs(15 * 60),
+            tick: Duration::from_secs(1),
+            max_keys: 1_000_000,
+            max_bytes: 512 << 20,
+            max_keys_per_account: None,
+            outcome_reserve: 4 << 10,
+            max_waiters_per_key: 1_024,
+            max_waiters: 16_384,
+            on_abandon: Abandon::Hold,
+            on_lapse: Lapse::Hold,
+            sweep: Sweep::Thread,
+            clock: ClockBox(Box::new(SystemClock::new())),
+        }
+    }
+
+    /// How long an outcome is kept, counted from completion (R22); of a held record from the hold.
+    ///
+    /// Default 24 h: clients and their operators retry within a day. At most 100 years, longer
+    /// ones are clamped. Zero is refused.
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.retention = retention;
+        self
+    }
+
+    /// How long an owner that shows no sign of life keeps its claim (R8).
+    ///
+    /// Default 60 s: longer than any stall of a healthy process, short enough that a client that
+    /// still retries gets an answer. Zero is refused, more than 100 years is clamped.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// For how long an attended claim ([`Permit::attend`](crate::Permit::attend), the HTTP layer)
+    /// counts as renewed; then the identity is held (R8).
+    ///
+    /// Default 15 min: work that runs longer hangs. Zero is refused, more than 100 years is clamped.
+    pub fn max_run(mut self, max_run: Duration) -> Self {
+        self.max_run = max_run;
+        self
+    }
+
+    /// How much later than its end a record may give its memory back (R22).
+    ///
+    /// Default 1 s: so often the background sweep wakes at most, but for waiters whose owner's
+    /// lease lapses. No caller sees a record after its end, whatever the tick. Zero is refused.
+    pub fn tick(mut self, tick: Duration) -> Self {
+        self.tick = tick;
+        self
+    }
+
+    /// How many records the store holds at most (R25). Beyond it new identities are refused
+    /// before they run; no live record is dropped.
+    ///
+    /// Default 1,000,000: 11 new keys a second at the default retention. Needed: rate x retention.
+    pub fn max_keys(mut self, max_keys: usize) -> Self {
+        self.max_keys = max_keys;
+        self
+    }
+
+    /// How many bytes the store holds at most: index, records, identities, outcomes and timers
+    /// (R25). Beyond it new identities are refused before they run.
+    ///
+    /// Default 512 MiB: a million records of 500 bytes. Needed: rate x retention x bytes, where a
+    /// record costs about 450 bytes beside identity and outcome, and [`outcome_reserve`] more while
+    /// it is in flight.
+    ///
+    /// [`outcome_reserve`]: Self::outcome_reserve
+    pub fn max_bytes(mut self, max_bytes: usize) -> Self {
+        self.max_bytes = max_bytes;
+        self
+    }
+
+    /// How many records one account may hold at most (R25). Default: no limit of its own.
+    pub fn max_keys_per_account(mut self, max_keys: usize) -> Self {
+        self.max_keys_per_account = Some(max_keys);
+        self
+    }
+
+    /// Room that a claim reserves for its outcome, in bytes (R25). A larger outcome takes more
+    /// when it is there; if it finds no room, the identity is completed as "not kept".
+    ///
+    /// Default 4 KiB: most answers of an API with their header lines.
+    pub fn outcome_reserve(mut self, bytes: usize) -> Self {
+        self.outcome_reserve = bytes;
+        self
+    }
+
+    /// How many may wait for one identity (R15). Default 1,024.
+    pub fn max_waiters_per_key(mut self, waiters: usize) -> Self {
+        self.max_waiters_per_key = waiters;
+        self
+    }
+
+    /// How many may wait in all (R15). Default 16,384.
+    pub fn max_waiters(mut self, waiters: usize) -> Self {
+        self.max_waiters = waiters;
+        self
+    }
+
+    /// What becomes of a permit that is dropped without a verb (R11). Default [`Abandon::Hold`].
+    pub fn on_abandon(mut self, on_abandon: Abandon) -> Self {
+        self.on_abandon = on_abandon;
+        self
+    }
+
+    /// What becomes of a claim whose lease lapsed (R10). Default [`Lapse::Hold`].
+    pub fn on_lapse(mut self, on_lapse: Lapse) -> Self {
+        self.on_lapse = on_lapse;
+        self
+    }
+
+    /// Who reaps what has ended. Default [`Sweep::Thread`].
+    pub fn sweep(mut self, sweep: Sweep) -> Self {
+        self.sweep = sweep;
+        self
+    }
+
+    /// The store's clock. Default [`SystemClock`].
+    pub fn clock(mut self, clock: impl Clock) -> Self {
+        self.clock = ClockBox(Box::new(clock));
+        self
+    }
+
+    /// Builds the store.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] names the setting and its bound.
+    pub fn build(self) -> Result<Store, ConfigError> {
+        let settings = Settings {
+            retention: span("retention", self.retention)?,
+            lease: span("lease", self.lease)?,
+            max_run: span("max_run", self.max_run)?,
+            tick: span("tick", self.tick)?,
+            reserve: self.outcome_reserve,
+            on_abandon: self.on_abandon,
+            on_lapse: self.on_lapse,
+        };
+        at_least("max_keys", 1, self.max_keys)?;
+        let largest = Record::cost(crate::identity::MAX_FRAME);
+        at_least("max_bytes", largest.saturating_add(self.outcome_reserve), self.max_bytes)?;
+        if let Some(share) = self.max_keys_per_account {
+            at_least("max_keys_per_account", 1, share)?;
+        }
+        let room = Room::new(self.max_keys, self.max_bytes, self.max_keys_per_account);
+        let waiters = Waiters::new(self.max_waiters_per_key, self.max_waiters);
+        let engine = Arc::new(Engine::new(settings, self.clock.0, room, waiters));
+        if self.sweep == Sweep::Thread {
+            let alarm = Arc::clone(engine.alarm());
+            expire::spawn(alarm, Background(Arc::downgrade(&engine)))
+                .map_err(|error| ConfigError::NoThread { kind: error.kind() })?;
+        }
+        Ok(Store { engine })
+    }
+}
+
+fn span(setting: &'static str, span: Duration) -> Result<Millis, ConfigError> {
+    if span.is_zero() {
+        return Err(ConfigError::ZeroDuration { setting });
+    }
+    Ok(Millis::rounding_up(span.min(LONGEST)))
+}
+
+fn at_least(setting: &'static str, at_least: usize, found: usize) -> Result<(), ConfigError> {
+    if found < at_least {
+        return Err(ConfigError::TooSmall { setting, at_least, found });
+    }
+    Ok(())
+}
+
+/// What the sweep's thread holds of a store.
+struct Background(Weak<Engine>);
+
+impl Sweeper for Background {
+    fn sweep(&self, about_to_sleep: impl Fn(Option<Millis>)) -> Option<Option<Duration>> {
+        loop {
+            // Not held across steps: a store that is dropped ends soon.
+            let engine = self.0.upgrade()?;
+            let now = engine.now();
+            if engine.sweep_step(now).more {
+                // Callers that wait for a lock that the step held come first.
+                thread::yield_now();
+                continue;
+            }
+            engine.trim();
+            let next = engine.next_due();
+            about_to_sleep(next);
+            // At most a tick, because the clock may be one that is moved by hand.
+            let tick = Duration::from_millis(engine.settings.tick.0);
+            return Some(next.map(|at| at.since(engine.now()).min(tick)));
+        }
+    }
+
+    fn panicked(&self) {
+        if let Some(engine) = self.0.upgrade() {
+            engine.counters.sweep_panics.up();
+        }
+    }
+}
+
+/// The key store: one intent, one effect, one answer.
+///
+/// Cheap to clone; all clones are one store. The last one that is dropped ends the background
+/// sweep.
+///
+/// ```
+/// use oncekey::{Claim, Fingerprint, Identity, Outcome, Store};
+///
+/// let store = Store::builder().build()?;
+/// let id = Identity::new("acct_42", "POST /charges", "7f9c1e2a")?;
+/// let body = br#"{"amount_cents": 1200}"#;
+///
+/// for attempt in 1..=2 {
+///     match store.claim(&id, Fingerprint::request("POST", "/charges", body))? {
+///         Claim::Won(permit) => {
+///             assert_eq!(attempt, 1);
+///             permit.complete(Outcome::new(201).body("ch_1"))?;
+///         }
+///         Claim::Replay(replay) => {
+///             assert_eq!(attempt, 2);
+///             assert_eq!(&replay.outcome().bytes()[..], b"ch_1");
+///         }
+///         other => unreachable!("{other:?}"),
+///     }
+/// }
+///
+/// let other_body = Fingerprint::request("POST", "/charges", br#"{"amount_cents": 9900}"#);
+/// assert!(matches!(store.claim(&id, other_body)?, Claim::Mismatch));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Store {
+    engine: Arc<Engine>,
+}
+
+impl Store {
+    /// The settings of a store, at their defaults.
+    pub fn builder() -> StoreBuilder {
+        StoreBuilder::new()
+    }
+
+    /// Makes the caller the owner of `id`, or tells what is there (R5, R7). Never blocks, never
+    /// waits.
+    ///
+    /// # Errors
+    ///
+    /// [`ClaimError`] if `id` is new and cannot be taken in. Nothing was claimed then.
+    pub fn claim(
+        &self,
+        id: &Identity<'_>,
+        fingerprint: Fingerprint,
+    ) -> Result<Claim, ClaimError> {
+        self.claim_with(id, fingerprint, |_| None)
+    }
+
+    /// As [`Store::claim`], for callers that know several schemes (R4): if the record that is there
+    /// carries a fingerprint of another scheme, `translate` is asked for this attempt's fingerprint
+    /// by that scheme. If it has none, the answer is [`Claim::Held`].
+    ///
+    /// # Errors
+    ///
+    /// As for [`Store::claim`].
+    pub fn claim_with(
+        &self,
+        id: &Identity<'_>,
+        fingerprint: Fingerprint,
+        mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Result<Claim, ClaimError> {
+        let mut asked = Asked::new(fingerprint, &mut translate);
+        let met = self.engine.claim(&id.frame(), &mut asked)?;
+        let other = asked.other();
+        Ok(self.answer(met, fingerprint, other))
+    }
+
+    /// Tells what is there and claims nothing; `None` if [`Store::claim`] would win.
+    pub fn observe(&self, id: &Identity<'_>, fingerprint: Fingerprint) -> Option<Claim> {
+        self.observe_with(id, fingerprint, |_| None)
+    }
+
+    /// As [`Store::observe`], for callers that know several schemes; see [`Store::claim_with`].
+    pub fn observe_with(
+        &self,
+        id: &Identity<'_>,
+        fingerprint: Fingerprint,
+        mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Option<Claim> {
+        let mut asked = Asked::new(fingerprint, &mut translate);
+        let met = self.engine.observe(&id.frame(), &mut asked)?;
+        let other = asked.other();
+        Some(self.answer(met, fingerprint, other))
+    }
+
+    fn answer(&self, met: Met, fingerprint: Fingerprint, other: Option<Fingerprint>) -> Claim {
+        claim::answer(&self.engine, met, fingerprint, other)
+    }
+
+    /// What the store knows of `id`, for operators; `None` if a caller would not see it.
+    pub fn look_up(&self, id: &Identity<'_>) -> Option<Entry> {
+        let (record, view) = self.engine.live(&id.frame())?;
+        let now = self.engine.now();
+        let state = match view {
+            View::InFlight | View::Lapsed => EntryState::InFlight,
+            View::Held => EntryState::Held,
+            View::Completed => EntryState::Completed,
+            View::NotKept => EntryState::NotKept,
+            View::Gone => return None,
+        };
+        let since = match state {
+            EntryState::InFlight => record.claimed(),
+            _ => record.parts().settled,
+        };
+        Some(Entry {
+            state,
+            age: now.since(since),
+            remaining: record.word().at().since(now),
+            token: Token { owner: self.engine.owner(), number: record.token() },
+            waiters: self.engine.waiters.count(&record),
+        })
+    }
+
+    /// Settles a held identity (R11), as an operator who has found out what happened.
+    ///
+    /// # Errors
+    ///
+    /// [`ResolveError`] if `id` is not held; nothing changed.
+    pub fn resolve(&self, id: &Identity<'_>, as_: Resolution) -> Result<(), ResolveError> {
+        match as_ {
+            Resolution::Complete(outcome) => self.engine.resolve(&id.frame(), outcome),
+            Resolution::Release => self.engine.resolve_release(&id.frame()),
+        }
+    }
+
+    /// Forgets `id`: the next claim is a new one. True if there was something to forget.
+    ///
+    /// # Errors
+    ///
+    /// [`Busy`] if it is in flight.
+    pub fn forget(&self, id: &Identity<'_>) -> Result<bool, Busy> {
+        match self.engine.find(&id.frame()) {
+            Some(record) => self.engine.forget(&record, false),
+            None => Ok(false),
+        }
+    }
+
+    /// Forgets `id` even if it is in flight: its owner's token is stale from then on, and the work
+    /// may run twice. True if there was something to forget.
+    pub fn forget_forced(&self, id: &Identity<'_>) -> bool {
+        let record = self.engine.find(&id.frame());
+        record.is_some_and(|record| self.engine.forget(&record, true).unwrap_or(false))
+    }
+
+    /// Forgets all identities of `account` that are not in flight, and says how many. Walks the
+    /// whole store, a shard at a time.
+    pub fn forget_account(&self, account: impl AsRef<[u8]>) -> usize {
+        let records = self.engine.of_account(account.as_ref());
+        records.iter().filter(|record| self.engine.forget(record, false) == Ok(true)).count()
+    }
+
+    /// Reaps what has ended by now, in bounded steps, and judges lapsed leases. With
+    /// [`Sweep::Thread`] it need not be called.
+    pub fn sweep(&self) -> Swept {
+        let now = self.engine.now();
+        let mut swept = Swept { reaped: 0 };
+        loop {
+            let step = self.engine.sweep_step(now);
+            swept.reaped += step.reaped;
+            if !step.more {
+                self.engine.trim();
+                return swept;
+            }
+        }
+    }
+
+    /// Reads the gauges and counters.
+    pub fn stats(&self) -> Stats {
+        self.engine.stats()
+    }
+
+    /// Ends the taking in of new claims, for a shutdown: they get [`ClaimError::Draining`] from
+    /// now on. Replays, waiting and hand-overs go on. The answer can be awaited or waited for;
+    /// dropping it does not reopen the store.
+    pub fn drain(&self) -> Drain {
+        self.engine.drain();
+        Drain { engine: Arc::clone(&self.engine) }
+    }
+
+    /// How long an outcome is kept.
+    pub fn retention(&self) -> Duration {
+        Duration::from_millis(self.engine.settings.retention.0)
+    }
+
+    /// How long an owner without a sign of life keeps its claim.
+    pub fn lease(&self) -> Duration {
+        Duration::from_millis(self.engine.settings.lease.0)
+    }
+
+    /// Counts a run whose completion met another run's (R9).
+    #[cfg(feature = "http")]
+    pub(crate) fn note_double_run(&self) {
+        self.engine.counters.double_runs.up();
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").field("engine", &self.engine).finish()
+    }
+}
+
+/// What [`Store::look_up`] tells of an identity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Entry {
+    /// What became of the claim.
+    pub state: EntryState,
+    /// The time since the present owner won, while in flight; else since completion or hold.
+    pub age: Duration,
+    /// The time until the lease lapses, while in flight; else until the record ends.
+    pub remaining: Duration,
+    /// The fencing token of the claim.
+    pub token: Token,
+    /// How many wait for the owner.
+    pub waiters: usize,
+}
+
+/// What became of a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EntryState {
+    /// An owner runs.
+    InFlight,
+    /// Nobody knows whether the work was done.
+    Held,
+    /// There is an outcome.
+    Completed,
+    /// Finished, but the answer was not kept.
+    NotKept,
+}
+
+/// How an operator settles a held identity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resolution {
+    /// The work was done, and this is its outcome.
+    Complete(Outcome),
+    /// The work was not done: the next caller runs.
+    Release,
+}
+
+/// What [`Store::sweep`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Swept {
+    /// Records taken out.
+    pub reaped: usize,
+}
+
+/// The end of a drain: ready when nothing is in flight. See [`Store::drain`].
+///
+/// ```
+/// # let store = oncekey::Store::builder().build()?;
+/// let drained = store.drain().wait_timeout(std::time::Duration::from_secs(30));
+/// assert!(drained, "nothing was in flight");
+/// # Ok::<(), oncekey::ConfigError>(())
+/// ```
+#[must_use = "the drain goes on, but nobody waits for its end"]
+pub struct Drain {
+    engine: Arc<Engine>,
+}
+
+impl Drain {
+    /// Waits as a thread, at most `limit`. True if nothing is in flight.
+    pub fn wait_timeout(mut self, limit: Duration) -> bool {
+        claim::block_on(&mut self, limit).is_some()
+    }
+}
+
+impl Future for Drain {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if self.engine.is_drained(cx.waker()) { Poll::Ready(()) } else { Poll::Pending }
+    }
+}
+
+impl fmt::Debug for Drain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Drain").field("in_flight", &self.engine.stats().in_flight).finish()
+    }
+}
