@@ -204,7 +204,8 @@ mod tests {
 
     #[test]
     fn r4_json_is_compared_by_what_it_says_and_no_json_by_its_bytes() {
-        let of = |body: &str| Fingerprinting::canonical_json().of(&parts(&[]), "/", body.as_bytes());
+        let of =
+            |body: &str| Fingerprinting::canonical_json().of(&parts(&[]), "/", body.as_bytes());
         assert_eq!(of(r#"{"a":1,"b":[1,2]}"#), of("{ \"b\" : [1, 2],\n\"\\u0061\": 1 }"));
         assert_ne!(of(r#"{"a":1}"#), of(r#"{"a":1.0}"#));
         assert_ne!(of("[1,2]"), of("[2,1]"));

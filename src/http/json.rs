@@ -9,7 +9,7 @@
 
 use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer as _, Error as _, MapAccess, SeqAccess, Visitor};
+use serde_core::de::{DeserializeSeed, MapAccess, SeqAccess, Visitor};
 use serde_json::{Deserializer, value::RawValue};
 
 /// How deep arrays and objects may nest. Deeper ones are compared byte for byte.
@@ -55,7 +55,10 @@ struct Level<'o> {
 impl<'de> DeserializeSeed<'de> for Level<'_> {
     type Value = ();
 
-    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+    fn deserialize<D: serde_core::Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> Result<(), D::Error> {
         deserializer.deserialize_any(self)
     }
 }
@@ -103,7 +106,7 @@ impl<'de> Visitor<'de> for Level<'_> {
     }
 }
 
-fn no_form<E: serde::de::Error>() -> E {
+fn no_form<E: serde_core::de::Error>() -> E {
     E::custom("no canonical form")
 }
 
@@ -135,9 +138,17 @@ mod tests {
 
     #[test]
     fn r4_what_has_no_canonical_form() {
-        for text in
-            ["", "{", "[1,]", "nul", "01", "{} {}", "\"\\ud800\"", "{\"a\":1,\"\\u0061\":2}", "\u{feff}{}"]
-        {
+        for text in [
+            "",
+            "{",
+            "[1,]",
+            "nul",
+            "01",
+            "{} {}",
+            "\"\\ud800\"",
+            "{\"a\":1,\"\\u0061\":2}",
+            "\u{feff}{}",
+        ] {
             assert_eq!(of(text), None, "{text:?}");
         }
         assert_eq!(canonical(b"\"\xff\""), None);

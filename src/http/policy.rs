@@ -264,13 +264,15 @@ mod tests {
     #[test]
     fn r17_the_default_table() {
         let released: Vec<u16> = (100..=999)
-            .filter(|&status| !StatusTable::default().is_kept(StatusCode::from_u16(status).unwrap()))
+            .filter(|&status| {
+                !StatusTable::default().is_kept(StatusCode::from_u16(status).unwrap())
+            })
             .collect();
         assert_eq!(
             released,
             [
-                400, 401, 403, 404, 405, 406, 409, 411, 412, 413, 414, 415, 416, 417, 421, 422, 423,
-                425, 426, 428, 429, 431, 503
+                400, 401, 403, 404, 405, 406, 409, 411, 412, 413, 414, 415, 416, 417, 421, 422,
+                423, 425, 426, 428, 429, 431, 503
             ]
         );
     }

@@ -61,10 +61,8 @@ fn split(mut rest: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
 /// `10` or `"10"`. More seconds than a `u64` holds are as many as it holds: the cap cuts them anyway.
 fn seconds(word: &[u8]) -> Option<Duration> {
     let word = word.trim_ascii();
-    let digits = word
-        .strip_prefix(b"\"")
-        .and_then(|inner| inner.strip_suffix(b"\""))
-        .unwrap_or(word);
+    let digits =
+        word.strip_prefix(b"\"").and_then(|inner| inner.strip_suffix(b"\"")).unwrap_or(word);
     if digits.is_empty() {
         return None;
     }
@@ -103,9 +101,18 @@ mod tests {
 
     #[test]
     fn r13_what_cannot_be_read_was_not_sent() {
-        for line in
-            ["", ",", "wait", "wait=", "wait=\"\"", "wait=-1", "wait=1.5", "waits=3", "=3", "x=\"wait=3"]
-        {
+        for line in [
+            "",
+            ",",
+            "wait",
+            "wait=",
+            "wait=\"\"",
+            "wait=-1",
+            "wait=1.5",
+            "waits=3",
+            "=3",
+            "x=\"wait=3",
+        ] {
             assert_eq!(of(&[line]), None, "{line}");
         }
         assert_eq!(of(&["wait=x, wait=5"]), None, "the first instance counts, read or not");

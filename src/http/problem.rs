@@ -5,62 +5,63 @@
 //!
 //! # key-missing
 //!
-//! 400. The operation asks for an `Idempotency-Key` and the request has none. Nothing ran. Send one.
+//! Status 400. The operation asks for an `Idempotency-Key` and the request has none. Nothing ran.
+//! Send one.
 //!
 //! # key-invalid
 //!
-//! 400. The key cannot be read, is empty or too long, or came more than once. Nothing ran.
+//! Status 400. The key cannot be read, is empty or too long, or came more than once. Nothing ran.
 //!
 //! # account-unknown
 //!
-//! 403. It is not known on whose behalf the request came, and without that a key means nothing.
-//! Nothing ran. Authenticate.
+//! Status 403. It is not known on whose behalf the request came, and without that a key means
+//! nothing. Nothing ran. Authenticate.
 //!
 //! # request-too-slow
 //!
-//! 408. The body did not arrive in time. Nothing ran. Send it again with the same key.
+//! Status 408. The body did not arrive in time. Nothing ran. Send it again with the same key.
 //!
 //! # in-flight
 //!
-//! 409, with `Retry-After`. The first request with this key is still at work. Ask again with the
-//! same key and the same request.
+//! Status 409, with `Retry-After`. The first request with this key is still at work. Ask again
+//! with the same key and the same request.
 //!
 //! # outcome-unknown
 //!
-//! 409. An earlier request with this key ended without an answer, and nobody knows whether its work
-//! was done. It is not run again before an operator has looked or the record has ended. Look whether
-//! the work was done before you send it under another key.
+//! Status 409. An earlier request with this key ended without an answer, and nobody knows whether
+//! its work was done. It is not run again before an operator has looked or the record has ended.
+//! Look whether the work was done before you send it under another key.
 //!
 //! # response-not-kept
 //!
-//! 409. The work of this key is done, but its response was too large or a stream and was not kept.
-//! It is not run again. Read the result in another way.
+//! Status 409. The work of this key is done, but its response was too large or a stream and was
+//! not kept. It is not run again. Read the result in another way.
 //!
 //! # request-too-large
 //!
-//! 413. The body is larger than the operation allows. Nothing ran.
+//! Status 413. The body is larger than the operation allows. Nothing ran.
 //!
 //! # key-reused
 //!
-//! 422. The key stands for another request: another path, query or body. Nothing ran. Make a key for
-//! each intent and keep it for the retries of that intent only.
+//! Status 422. The key stands for another request: another path, query or body. Nothing ran. Make
+//! a key for each intent and keep it for the retries of that intent only.
 //!
 //! # account-over-share
 //!
-//! 429, with `Retry-After`. The account has as many live keys as it may have. Nothing ran.
+//! Status 429, with `Retry-After`. The account has as many live keys as it may have. Nothing ran.
 //!
 //! # store-full
 //!
-//! 503, with `Retry-After`. There is no room for another key. Nothing ran.
+//! Status 503, with `Retry-After`. There is no room for another key. Nothing ran.
 //!
 //! # tier-unavailable
 //!
-//! 503, with `Retry-After`. The durable store cannot be reached. Nothing ran.
+//! Status 503, with `Retry-After`. The durable store cannot be reached. Nothing ran.
 //!
 //! # too-busy
 //!
-//! 503, with `Retry-After`. Too many requests are at work or being read, or the server is about to
-//! stop. Nothing ran.
+//! Status 503, with `Retry-After`. Too many requests are at work or being read, or the server is
+//! about to stop. Nothing ran.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -189,7 +190,7 @@ impl Problem {
     }
 
     /// What is said where there is nothing more to say about this one.
-    const fn detail(self) -> &'static str {
+    pub(crate) const fn detail(self) -> &'static str {
         match self {
             Self::KeyMissing => "this operation asks for an idempotency key: send one",
             Self::KeyInvalid => "the key cannot be read",
@@ -273,8 +274,7 @@ fn details<B>(
     let mut response = Response::new(ResponseBody::buffered(Bytes::from(body), None));
     *response.status_mut() = status;
     let headers = response.headers_mut();
-    headers
-        .insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(len));
     response
 }

@@ -66,7 +66,7 @@ pub(crate) fn replay<B>(
     let is_chunked = !trailers.is_empty() && version < Version::HTTP_2;
     if is_chunked {
         for name in trailers.keys() {
-            let _ = headers.try_append(header::TRAILER, HeaderValue::from(name));
+            let _ = headers.try_append(header::TRAILER, HeaderValue::from(name.clone()));
         }
     } else if !has_no_body(status) && method != Method::HEAD {
         let _ = headers.try_insert(header::CONTENT_LENGTH, outcome.bytes().len().into());
@@ -130,7 +130,11 @@ mod tests {
         headers
     }
 
-    fn back(outcome: &Outcome, method: Method, version: Version) -> Response<ResponseBody<Full<Bytes>>> {
+    fn back(
+        outcome: &Outcome,
+        method: Method,
+        version: Version,
+    ) -> Response<ResponseBody<Full<Bytes>>> {
         replay(&Policy::default(), outcome, &method, version)
     }
 

@@ -265,7 +265,8 @@ fn one_that_stays_keeps_one_chunk() {
 /// 2. Nothing is lost or late: when `advance` returns false, nothing that is due is left.
 /// 3. A call hands out no more than its budget, and with a budget makes progress.
 /// 4. `remove` gives an item back if and only if it is still inside.
-/// 5. `next_deadline` is there if and only if an item is, and not after the first one's time.
+/// 5. `next_deadline` is there if and only if an item is, not after the first one's time, and in the
+///    future when `advance` has returned false: a sleeper does not spin.
 /// 6. `len` counts, and the invariants hold after each step.
 #[derive(Clone, Debug)]
 enum Step {
@@ -353,6 +354,7 @@ proptest! {
                 let left = inside.keys().next().is_some_and(|(at, _)| *at <= now);
                 prop_assert!(more || !left);
                 prop_assert!(!more || budget != usize::MAX);
+                prop_assert!(more || wheel.next_deadline().is_none_or(|next| next > now));
             }
             wheel.check();
             prop_assert_eq!(wheel.len(), inside.len());

@@ -1,0 +1,108 @@
+//! One request that was let in, and what the store and we can answer it with.
+
+use std::{sync::Arc, time::Duration};
+
+use http::{Method, Response, Version, request::Parts};
+
+use super::{
+    attempt::Caller, body::ResponseBody, endpoint, fingerprinting::Fingerprinting,
+    intake::Received, layer::Config, policy::Policy, prefer, problem::Problem, reply,
+};
+use crate::{Claim, ClaimError, Fingerprint, Outcome, Scheme};
+
+/// What is known of a request from its head, captured before anything ran (R12).
+pub(crate) struct Asked {
+    pub(crate) config: Arc<Config>,
+    pub(crate) policy: Arc<Policy>,
+    pub(crate) caller: Arc<Caller>,
+    /// How long this client waits for the owner (R13).
+    pub(crate) wait_limit: Duration,
+    method: Method,
+    version: Version,
+}
+
+impl Asked {
+    pub(crate) fn new(
+        config: Arc<Config>,
+        policy: Arc<Policy>,
+        caller: Arc<Caller>,
+        parts: &Parts,
+    ) -> Self {
+        let wait_limit = match prefer::wait(&parts.headers) {
+            Some(wait) => wait.min(policy.wait_cap.max(policy.wait_limit)),
+            None => policy.wait_limit,
+        };
+        let (method, version) = (parts.method.clone(), parts.version);
+        Self { config, policy, caller, wait_limit, method, version }
+    }
+
+    /// The fingerprint by the scheme of the policy.
+    pub(crate) fn fingerprint(&self, parts: &Parts, received: &Received) -> Fingerprint {
+        let path = endpoint::path(parts);
+        self.policy.fingerprint.of(parts, path, received.bytes.as_ref())
+    }
+
+    /// The fingerprint by the scheme of an older record, if that is a scheme we know (R4).
+    pub(crate) fn translate(
+        &self,
+        scheme: Scheme,
+        parts: &Parts,
+        received: &Received,
+    ) -> Option<Fingerprint> {
+        let of = |form: &Fingerprinting| {
+            let is_it = form.scheme() == scheme;
+            is_it.then(|| form.of(parts, endpoint::path(parts), received.bytes.as_ref()))
+        };
+        self.policy
+            .accepted
+            .iter()
+            .find_map(of)
+            .or_else(|| of(&Fingerprinting::raw()))
+            .or_else(|| of(&Fingerprinting::canonical_json()))
+    }
+
+    /// Claims, or only looks: `None` is "absent", which a claim never answers.
+    pub(crate) fn claim(
+        &self,
+        fingerprint: Fingerprint,
+        may_win: bool,
+        translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Result<Option<Claim>, ClaimError> {
+        // The parts were measured when the request was let in, so there is an identity.
+        let Ok(identity) = self.caller.identity() else { return Ok(None) };
+        let store = &self.config.store;
+        if may_win {
+            store.claim_with(&identity, fingerprint, translate).map(Some)
+        } else {
+            Ok(store.observe_with(&identity, fingerprint, translate))
+        }
+    }
+
+    pub(crate) fn answer<R>(&self, problem: Problem) -> Response<ResponseBody<R>> {
+        problem.answer(&self.policy.problem_base)
+    }
+
+    pub(crate) fn too_busy<R>(&self) -> Response<ResponseBody<R>> {
+        self.config.counters.too_busy.up();
+        self.answer(Problem::TooBusy)
+    }
+
+    pub(crate) fn refused<R>(&self, error: ClaimError) -> Response<ResponseBody<R>> {
+        let (problem, retry_after) = match error {
+            ClaimError::Full { retry_after } => (Problem::StoreFull, Some(retry_after)),
+            ClaimError::AccountFull { retry_after } => {
+                (Problem::AccountOverShare, Some(retry_after))
+            }
+            ClaimError::Draining => {
+                let detail = "the server is about to stop; nothing was done, \
+                              ask again later with the same key";
+                return Problem::TooBusy.answer_with(&self.policy.problem_base, detail, None);
+            }
+        };
+        problem.answer_with(&self.policy.problem_base, problem.detail(), retry_after)
+    }
+
+    pub(crate) fn replay<R>(&self, outcome: &Outcome) -> Response<ResponseBody<R>> {
+        reply::replay(&self.policy, outcome, &self.method, self.version)
+    }
+}

@@ -1,0 +1,340 @@
+//! The request body comes in: limited in size, in time, and in what all of them hold together (R19).
+//!
+//! Ground rules:
+//!
+//! 1. Nothing here is polled before the head of the request has passed all checks, so that a client
+//!    which sent `Expect: 100-continue` is not told to go on for nothing.
+//! 2. A byte that is buffered is charged to the [`Budget`] before its room is allocated, and until
+//!    the last holder of the buffer, which may be the handler, has dropped it.
+//! 3. A duplicate that waits gives its own copy up for an equal one that is listed in [`Bodies`].
+//!    The list holds its entries weakly: it never keeps a body alive.
+
+use std::{
+    collections::HashMap,
+    pin::pin,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{HeaderMap, header};
+use http_body::Body;
+use http_body_util::{BodyExt, LengthLimitError};
+use parking_lot::Mutex;
+
+use super::BoxError;
+
+/// A first allocation, if the client does not say how much will come, or says much.
+const FIRST: usize = 8 * 1024;
+
+/// How many bytes all buffered bodies may hold together.
+pub(crate) struct Budget {
+    max: usize,
+    used: AtomicUsize,
+}
+
+impl Budget {
+    pub(crate) fn new(max: usize) -> Self {
+        Self { max, used: AtomicUsize::new(0) }
+    }
+
+    pub(crate) fn max(&self) -> usize {
+        self.max
+    }
+
+    pub(crate) fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Relaxed suffices: the number guards no other memory.
+    fn take(&self, bytes: usize) -> bool {
+        self.used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+                used.checked_add(bytes).filter(|&sum| sum <= self.max)
+            })
+            .is_ok()
+    }
+}
+
+/// What one buffer holds of the budget. Dropping it gives the room back.
+struct Charge {
+    budget: Arc<Budget>,
+    bytes: usize,
+}
+
+impl Charge {
+    fn grow_to(&mut self, bytes: usize) -> bool {
+        let granted = bytes <= self.bytes || self.budget.take(bytes - self.bytes);
+        if granted {
+            self.bytes = self.bytes.max(bytes);
+        }
+        granted
+    }
+
+    fn shrink_to(&mut self, bytes: usize) {
+        let surplus = self.bytes.saturating_sub(bytes);
+        self.bytes -= surplus;
+        self.budget.used.fetch_sub(surplus, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.shrink_to(0);
+    }
+}
+
+/// Body bytes in memory; clones share them.
+#[derive(Clone)]
+pub(crate) struct BodyBytes(Arc<Buffer>);
+
+struct Buffer {
+    bytes: Box<[u8]>,
+    /// Dropped with the buffer: that is all it is for.
+    _charge: Charge,
+}
+
+impl BodyBytes {
+    /// For the handler. The charge lasts as long as any of these bytes.
+    pub(crate) fn to_bytes(&self) -> Bytes {
+        if self.as_ref().is_empty() { Bytes::new() } else { Bytes::from_owner(self.clone()) }
+    }
+}
+
+impl AsRef<[u8]> for BodyBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.0.bytes
+    }
+}
+
+/// A request body that came in whole.
+pub(crate) struct Received {
+    pub(crate) bytes: BodyBytes,
+    pub(crate) trailers: Option<HeaderMap>,
+}
+
+/// Why a body did not come in.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    TooLarge,
+    TooSlow,
+    /// The budget is spent.
+    NoRoom,
+    /// The body broke off, or was malformed.
+    Broken,
+}
+
+/// Whether the head already says that the body is too large.
+pub(crate) fn is_announced_too_large<B: Body>(headers: &HeaderMap, body: &B, max: usize) -> bool {
+    let announced = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|value| value.to_str().ok()?.trim().parse().ok())
+        .unwrap_or(0);
+    body.size_hint().lower().max(announced) > max as u64
+}
+
+/// Reads the body to its end.
+pub(crate) async fn read<B>(
+    body: B,
+    max: usize,
+    limit: Duration,
+    budget: &Arc<Budget>,
+) -> Result<Received, Refused>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    let charge = Charge { budget: Arc::clone(budget), bytes: 0 };
+    if body.is_end_stream() {
+        let bytes = BodyBytes(Arc::new(Buffer { bytes: Box::default(), _charge: charge }));
+        return Ok(Received { bytes, trailers: None });
+    }
+    tokio::time::timeout(limit, read_all(body, max, charge)).await.unwrap_or(Err(Refused::TooSlow))
+}
+
+async fn read_all<B>(body: B, max: usize, mut charge: Charge) -> Result<Received, Refused>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    let announced = body.size_hint().exact().and_then(|size| usize::try_from(size).ok());
+    let mut body = pin!(body);
+    let mut bytes = Vec::new();
+    let mut trailers = None;
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| why_broken(error.into()))?;
+        match frame.into_data() {
+            Ok(chunk) => {
+                let len = bytes.len().checked_add(chunk.len()).ok_or(Refused::TooLarge)?;
+                if len > max {
+                    return Err(Refused::TooLarge);
+                }
+                if len > bytes.capacity() {
+                    let room = room(len, bytes.capacity(), announced).min(max);
+                    if !charge.grow_to(room) {
+                        return Err(Refused::NoRoom);
+                    }
+                    bytes.reserve_exact(room - bytes.len());
+                }
+                bytes.extend_from_slice(&chunk);
+            }
+            Err(frame) => trailers = frame.into_trailers().ok(),
+        }
+    }
+    // Also gives back what doubling took too much.
+    let bytes = bytes.into_boxed_slice();
+    charge.shrink_to(bytes.len());
+    Ok(Received { bytes: BodyBytes(Arc::new(Buffer { bytes, _charge: charge })), trailers })
+}
+
+/// How much room to make for `len` bytes: doubling, as a vector would, or what was announced. That
+/// is a promise only, so it is believed up to four times of what is taken without it.
+fn room(len: usize, capacity: usize, announced: Option<usize>) -> usize {
+    let doubled = capacity.saturating_mul(2).max(FIRST).max(len);
+    announced.filter(|&size| size >= len && size <= doubled.saturating_mul(4)).unwrap_or(doubled)
+}
+
+/// A limit that was set outside of the layer shows as an error of the body.
+fn why_broken(error: BoxError) -> Refused {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.as_ref());
+    while let Some(error) = cause {
+        if error.is::<LengthLimitError>() {
+            return Refused::TooLarge;
+        }
+        cause = error.source();
+    }
+    Refused::Broken
+}
+
+/// The bodies at work, by the digest of a fingerprint that covers all their bytes: equal digests
+/// mean equal bytes.
+#[derive(Default)]
+pub(crate) struct Bodies {
+    shards: [Mutex<HashMap<[u8; 32], Weak<Buffer>>>; 16],
+}
+
+impl Bodies {
+    fn shard(&self, digest: &[u8; 32]) -> &Mutex<HashMap<[u8; 32], Weak<Buffer>>> {
+        &self.shards[usize::from(digest[0] % 16)]
+    }
+
+    /// Lists a body until the guard is dropped. The latest entry of a digest stands.
+    pub(crate) fn list(self: &Arc<Self>, digest: [u8; 32], body: &BodyBytes) -> Listed {
+        let entry = Arc::downgrade(&body.0);
+        if !body.as_ref().is_empty() {
+            self.shard(&digest).lock().insert(digest, Weak::clone(&entry));
+        }
+        Listed { bodies: Arc::clone(self), digest, entry }
+    }
+
+    /// The listed body of this digest, if someone still holds it.
+    pub(crate) fn find(&self, digest: &[u8; 32]) -> Option<BodyBytes> {
+        self.shard(digest).lock().get(digest)?.upgrade().map(BodyBytes)
+    }
+}
+
+/// Takes its entry off the list when dropped, unless another has taken the place.
+pub(crate) struct Listed {
+    bodies: Arc<Bodies>,
+    digest: [u8; 32],
+    entry: Weak<Buffer>,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        let mut shard = self.bodies.shard(&self.digest).lock();
+        if shard.get(&self.digest).is_some_and(|entry| entry.ptr_eq(&self.entry)) {
+            shard.remove(&self.digest);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body::Frame;
+    use http_body_util::{Full, Limited, StreamBody};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn chunks(parts: &'static [&'static [u8]]) -> impl Body<Data = Bytes, Error = BoxError> {
+        let frames = parts.iter().map(|part| Ok(Frame::data(Bytes::from_static(part))));
+        StreamBody::new(futures_util::stream::iter(frames.collect::<Vec<_>>()))
+    }
+
+    fn budget(max: usize) -> Arc<Budget> {
+        Arc::new(Budget::new(max))
+    }
+
+    #[tokio::test]
+    async fn r19_the_limit_itself_is_allowed_and_one_more_is_not() {
+        let budget = budget(1_000_000);
+        for (max, fits) in [(5, false), (6, true), (7, true)] {
+            let body = chunks(&[b"abc", b"", b"def"]);
+            let read = read(body, max, LONG, &budget).await;
+            assert_eq!(read.is_ok(), fits);
+            if let Ok(read) = read {
+                assert_eq!(read.bytes.as_ref(), b"abcdef");
+            }
+            assert_eq!(budget.used(), 0);
+        }
+        let read = read(Full::new(Bytes::new()), 0, LONG, &budget).await.unwrap();
+        assert!(read.bytes.as_ref().is_empty());
+    }
+
+    #[tokio::test]
+    async fn r19_all_buffered_bytes_are_charged_until_the_last_holder_drops_them() {
+        let budget = budget(100_000);
+        let first = read(Full::new(Bytes::from(vec![1; 60_000])), 1 << 20, LONG, &budget).await;
+        let first = first.unwrap();
+        assert_eq!(budget.used(), 60_000);
+        let second = read(Full::new(Bytes::from(vec![1; 40_001])), 1 << 20, LONG, &budget).await;
+        assert_eq!(second.err(), Some(Refused::NoRoom));
+        let of_handler = first.bytes.to_bytes().slice(..1);
+        drop(first);
+        assert_eq!(budget.used(), 60_000);
+        drop(of_handler);
+        assert_eq!(budget.used(), 0);
+        let whole = read(Full::new(Bytes::from(vec![1; 100_000])), 1 << 20, LONG, &budget).await;
+        assert!(whole.is_ok(), "a body of known size takes no more than its size");
+    }
+
+    #[tokio::test]
+    async fn r19_a_body_that_breaks_off_or_stalls_holds_nothing() {
+        let budget = budget(1_000_000);
+        let frames = [Ok(Frame::data(Bytes::from_static(b"abc"))), Err(BoxError::from("cut"))];
+        let cut = StreamBody::new(futures_util::stream::iter(frames));
+        assert_eq!(read(cut, 9, LONG, &budget).await.err(), Some(Refused::Broken));
+
+        let outer = Limited::new(chunks(&[b"abcdef"]), 5);
+        assert_eq!(read(outer, 9, LONG, &budget).await.err(), Some(Refused::TooLarge));
+
+        let endless = StreamBody::new(futures_util::stream::pending::<Result<_, BoxError>>());
+        let slow = read(endless, 9, Duration::from_millis(1), &budget).await;
+        assert_eq!(slow.err(), Some(Refused::TooSlow));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[tokio::test]
+    async fn r19_equal_bodies_are_shared_while_one_is_listed() {
+        let budget = budget(1_000_000);
+        let body = || read(chunks(&[b"abc"]), 9, LONG, &budget);
+        let (first, second) = (body().await.unwrap().bytes, body().await.unwrap().bytes);
+        let bodies = Arc::new(Bodies::default());
+        assert!(bodies.find(&[7; 32]).is_none());
+        let listed = bodies.list([7; 32], &first);
+        assert!(Arc::ptr_eq(&bodies.find(&[7; 32]).unwrap().0, &first.0));
+
+        let later = bodies.list([7; 32], &second);
+        drop(listed);
+        assert!(Arc::ptr_eq(&bodies.find(&[7; 32]).unwrap().0, &second.0));
+        drop(second);
+        assert!(bodies.find(&[7; 32]).is_none(), "the list keeps nothing alive");
+        drop(later);
+        assert!(bodies.shards.iter().all(|shard| shard.lock().is_empty()));
+    }
+}

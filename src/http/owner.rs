@@ -1,0 +1,389 @@
+//! Who runs it: the claim, waiting for another owner, and being one.
+//!
+//! Ground rules:
+//!
+//! 1. The client's future reads the body, claims and waits. It may be dropped at any of its awaits:
+//!    before the claim is won nothing is left behind (R19, R15).
+//! 2. Between a won claim and the spawned task there is no await. The work runs in that task; a
+//!    client that leaves drops only the handle (R18).
+//! 3. The task's slot is taken before the claim, so that a claim that was won always has a task.
+//!    A waiter holds no slot; it takes one when the identity becomes its own (R15).
+//! 4. Until the inner service is called, nothing has begun: however the task ends, the identity is
+//!    released. From then on it is settled by the response, or held (R11).
+
+use std::{future::poll_fn, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode, request::Parts};
+use http_body::Body;
+use tokio::{
+    sync::OwnedSemaphorePermit,
+    task::JoinHandle,
+    time::{Instant, timeout_at},
+};
+use tower_service::Service;
+
+use super::{
+    BoxError,
+    asked::Asked,
+    attempt::{Acted, Attempt, Keep, Release},
+    body::{RequestBody, ResponseBody},
+    capture::{self, Captured},
+    intake::{self, Listed, Received, Refused},
+    layer::Config,
+    policy::Policy,
+    problem::{self, Problem},
+    reply,
+};
+use crate::{Claim, Fingerprint, Lost, Outcome, Pending, Permit, Settled};
+
+/// The way of a request that was let in, as its client sees it.
+pub(super) async fn run<S, B, R>(
+    inner: S,
+    asked: Asked,
+    parts: Parts,
+    body: B,
+) -> Result<Response<ResponseBody<R>>, S::Error>
+where
+    S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    let caps = Arc::clone(&asked.config.caps);
+    let policy = &asked.policy;
+    let read = intake::read(body, policy.max_request, policy.read_limit, &caps.budget).await;
+    let mut received = match read {
+        Ok(received) => received,
+        Err(refused) => return Ok(not_received(&asked, refused)),
+    };
+    let fingerprint = asked.fingerprint(&parts, &received);
+    let mut listed = None;
+    let mut deadline = None;
+    loop {
+        let slot = Arc::clone(&caps.tasks).try_acquire_owned().ok();
+        let claim = asked.claim(fingerprint, slot.is_some(), |scheme| {
+            asked.translate(scheme, &parts, &received)
+        });
+        let claim = match claim {
+            Ok(Some(claim)) => claim,
+            Ok(None) => return Ok(asked.too_busy()),
+            Err(error) => return Ok(asked.refused(error)),
+        };
+        let (permit, slot) = match claim {
+            Claim::Won(permit) => (permit, slot),
+            Claim::Replay(replay) => return Ok(asked.replay(replay.outcome())),
+            Claim::NotKept => return Ok(asked.answer(Problem::ResponseNotKept)),
+            Claim::Mismatch => return Ok(asked.answer(Problem::KeyReused)),
+            Claim::Held => return Ok(asked.answer(Problem::OutcomeUnknown)),
+            Claim::InFlight(pending) => {
+                // Rule 3.
+                drop(slot);
+                if listed.is_none() && policy.fingerprint.covers_bytes() {
+                    share(&caps.bodies, &fingerprint, &mut received, &mut listed);
+                }
+                let deadline = *deadline.get_or_insert_with(|| after(asked.wait_limit));
+                match wait(pending, deadline).await {
+                    Waited::Late => return Ok(asked.answer(Problem::InFlight)),
+                    Waited::Lapsed => continue,
+                    Waited::Settled(Settled::Yours(permit)) => {
+                        (permit, Arc::clone(&caps.tasks).try_acquire_owned().ok())
+                    }
+                    Waited::Settled(settled) => return Ok(told(&asked, settled)),
+                }
+            }
+        };
+        let Some(slot) = slot else {
+            // Nothing was done: to the next waiter. Lost means that somebody settled it.
+            let _ = permit.release();
+            return Ok(asked.too_busy());
+        };
+        drop(listed);
+        let task = start(inner, &asked, fingerprint, permit, slot, parts, received);
+        return ended(&asked, fingerprint, task).await;
+    }
+}
+
+fn not_received<R>(asked: &Asked, refused: Refused) -> Response<ResponseBody<R>> {
+    match refused {
+        Refused::TooLarge => asked.answer(Problem::RequestTooLarge),
+        Refused::TooSlow => asked.answer(Problem::RequestTooSlow),
+        Refused::NoRoom => asked.too_busy(),
+        // Whoever sent half a body rarely reads the answer, and no rule has a type for it.
+        Refused::Broken => problem::plain(
+            StatusCode::BAD_REQUEST,
+            "the body broke off or was malformed; nothing was done",
+        ),
+    }
+}
+
+/// A waiter gives its copy of the body up for the owner's, if that is still there; else it lists
+/// its own for the next.
+fn share(
+    bodies: &Arc<intake::Bodies>,
+    fingerprint: &Fingerprint,
+    received: &mut Received,
+    listed: &mut Option<Listed>,
+) {
+    match bodies.find(fingerprint.digest()) {
+        Some(bytes) => received.bytes = bytes,
+        None => *listed = Some(bodies.list(*fingerprint.digest(), &received.bytes)),
+    }
+}
+
+/// A point in time so far ahead that it is none, where adding would overflow.
+fn after(span: Duration) -> Instant {
+    let now = Instant::now();
+    let far = Duration::from_secs(30 * 365 * 24 * 60 * 60);
+    now + span.min(far)
+}
+
+enum Waited {
+    Settled(Settled),
+    /// The lease of the owner has lapsed: it is time to claim again.
+    Lapsed,
+    /// The limit has passed.
+    Late,
+}
+
+/// Waits until the owner settles, its lease lapses, or the limit has passed (R13).
+async fn wait(pending: Pending, deadline: Instant) -> Waited {
+    if deadline <= Instant::now() {
+        return Waited::Late;
+    }
+    // At least a millisecond, so that a lease that is about to lapse does not spin.
+    let lapse = after(pending.remaining().max(Duration::from_millis(1)));
+    let mut waiting = pending.wait();
+    match timeout_at(deadline.min(lapse), &mut waiting).await {
+        Ok(settled) => Waited::Settled(settled),
+        // What came in the very last moment is not thrown away.
+        Err(_) => match waiting.into_pending() {
+            Err(settled) => Waited::Settled(settled),
+            Ok(_) if deadline <= Instant::now() => Waited::Late,
+            Ok(_) => Waited::Lapsed,
+        },
+    }
+}
+
+/// The answer to a waiter that is not the next owner.
+fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
+    match settled {
+        Settled::Completed(replay) => asked.replay(replay.outcome()),
+        Settled::Answered(outcome) => asked.replay(&outcome),
+        Settled::NotKept => asked.answer(Problem::ResponseNotKept),
+        Settled::Mismatch => asked.answer(Problem::KeyReused),
+        Settled::Held => asked.answer(Problem::OutcomeUnknown),
+        Settled::TooMany => asked.answer(Problem::InFlight),
+        Settled::Refused(error) => asked.refused(error),
+        // Handled by the caller; dropping it would hold what was not begun.
+        Settled::Yours(permit) => {
+            let _ = permit.release();
+            asked.too_busy()
+        }
+    }
+}
+
+/// How a task ended that was not cut off.
+enum Ended<R, E> {
+    Answered(Response<ResponseBody<R>>),
+    Failed(E),
+    /// The token was stale (R9). The outcome that was not stored comes along.
+    Lost(Option<Outcome>),
+}
+
+/// Spawns the owner's task.
+fn start<S, B, R>(
+    mut inner: S,
+    asked: &Asked,
+    fingerprint: Fingerprint,
+    permit: Permit,
+    slot: OwnedSemaphorePermit,
+    mut parts: Parts,
+    received: Received,
+) -> JoinHandle<Ended<R, S::Error>>
+where
+    S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    B: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    // The lease counts as renewed as long as the permit lives (R8). Lost already: then the verb at
+    // the end says so.
+    let _ = permit.attend();
+    let caller = Arc::clone(&asked.caller);
+    parts.extensions.insert(Attempt { caller, token: permit.token() });
+    parts.extensions.insert(Acted);
+    let config = Arc::clone(&asked.config);
+    let mut owner = Owner { permit: Some(permit), has_begun: false, config };
+    let listed = asked
+        .policy
+        .fingerprint
+        .covers_bytes()
+        .then(|| asked.config.caps.bodies.list(*fingerprint.digest(), &received.bytes));
+    let Received { bytes, trailers } = received;
+    let body = RequestBody::buffered(bytes.to_bytes(), trailers);
+    // From here on the handler's bytes are the only ones: it may drop them when it has read them.
+    drop(bytes);
+    let request = Request::from_parts(parts, body);
+    let policy = Arc::clone(&asked.policy);
+    let config = Arc::clone(&asked.config);
+    tokio::spawn(async move {
+        let _until_the_end = (slot, listed);
+        if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
+            // Nothing was done, and Lost means that somebody else has settled it.
+            let _ = owner.settle(Permit::release);
+            return Ended::Failed(error);
+        }
+        owner.has_begun = true;
+        let ended = match inner.call(request).await {
+            Ok(response) => settle(owner, response, &policy).await,
+            Err(error) => owner.settle(Permit::release).map(|()| Ended::Failed(error)),
+        };
+        ended.unwrap_or_else(|lost| {
+            config.store.note_double_run();
+            Ended::Lost(lost.into_outcome())
+        })
+    })
+}
+
+/// The permit of a task, which settles when dropped: released if nothing has begun, else by the
+/// setting of the store (R11).
+struct Owner {
+    /// `None` once settled.
+    permit: Option<Permit>,
+    has_begun: bool,
+    config: Arc<Config>,
+}
+
+impl Owner {
+    fn settle(mut self, verb: impl FnOnce(Permit) -> Result<(), Lost>) -> Result<(), Lost> {
+        self.permit.take().map_or(Ok(()), verb)
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.config.counters.panics.up();
+        }
+        if let Some(permit) = self.permit.take()
+            && !self.has_begun
+        {
+            // Lost means that somebody else has settled it: nothing is left to do.
+            let _ = permit.release();
+        }
+    }
+}
+
+/// Settles the identity by the response (R17, R20), and gives the response back for the client.
+async fn settle<R, E>(
+    owner: Owner,
+    response: Response<R>,
+    policy: &Policy,
+) -> Result<Ended<R, E>, Lost>
+where
+    R: Body<Data = Bytes>,
+    R::Error: Into<BoxError>,
+{
+    let (head, body) = response.into_parts();
+    let is_kept = if head.extensions.get::<Release>().is_some() {
+        false
+    } else {
+        head.extensions.get::<Keep>().is_some() || policy.statuses.is_kept(head.status)
+    };
+    let status = head.status;
+    // Only these answers are for the waiters too; after another release one of them runs (R14).
+    let is_for_all = status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
+    let without_answer = |permit: Permit| {
+        if is_kept { permit.complete_not_kept().map(|_| ()) } else { permit.release() }
+    };
+    if capture::is_stream(&head) || !(is_kept || is_for_all) {
+        owner.settle(without_answer)?;
+        return Ok(Ended::Answered(Response::from_parts(head, ResponseBody::untouched(body))));
+    }
+    let body = match capture::capture(body, policy.max_response, policy.capture_time).await {
+        Captured::Whole { data, trailers } => {
+            let kept = data.clone();
+            let outcome = reply::keep(policy, status, &head.headers, kept, trailers.as_ref());
+            owner.settle(|permit| {
+                if is_kept {
+                    permit.complete(outcome).map(|_| ())
+                } else {
+                    permit.release_with(outcome)
+                }
+            })?;
+            ResponseBody::buffered(data, trailers)
+        }
+        Captured::Open { prefix, rest } => {
+            owner.settle(without_answer)?;
+            ResponseBody::tail(prefix, rest)
+        }
+    };
+    Ok(Ended::Answered(Response::from_parts(head, body)))
+}
+
+/// Waits for the task, which goes on if this is dropped.
+async fn ended<R, E>(
+    asked: &Asked,
+    fingerprint: Fingerprint,
+    task: JoinHandle<Ended<R, E>>,
+) -> Result<Response<ResponseBody<R>>, E> {
+    match task.await {
+        Ok(Ended::Answered(response)) => Ok(response),
+        Ok(Ended::Failed(error)) => Err(error),
+        Ok(Ended::Lost(ours)) => Ok(after_lost(asked, fingerprint, ours).await),
+        Err(cut_off) if cut_off.is_panic() => Ok(problem::plain(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the handler failed; it is not known whether the work was done",
+        )),
+        // The runtime is shutting down.
+        Err(_) => Ok(asked.answer(Problem::OutcomeUnknown)),
+    }
+}
+
+/// The winner's outcome for a client whose own run came too late, waiting for it (R9).
+async fn after_lost<R>(
+    asked: &Asked,
+    fingerprint: Fingerprint,
+    ours: Option<Outcome>,
+) -> Response<ResponseBody<R>> {
+    let deadline = after(asked.wait_limit);
+    loop {
+        match asked.claim(fingerprint, false, |_| None) {
+            Ok(Some(Claim::Replay(replay))) => return asked.replay(replay.outcome()),
+            Ok(Some(Claim::NotKept)) => return asked.answer(Problem::ResponseNotKept),
+            Ok(Some(Claim::InFlight(pending))) => match wait(pending, deadline).await {
+                Waited::Settled(Settled::Completed(replay)) => {
+                    return asked.replay(replay.outcome());
+                }
+                Waited::Settled(Settled::NotKept) => {
+                    return asked.answer(Problem::ResponseNotKept);
+                }
+                // The winner gave up, and this run is the one that was done.
+                Waited::Settled(Settled::Yours(permit)) => {
+                    return match ours {
+                        Some(outcome) => {
+                            let answer = asked.replay(&outcome);
+                            let _ = permit.complete(outcome);
+                            answer
+                        }
+                        None => {
+                            let _ = permit.release();
+                            asked.answer(Problem::OutcomeUnknown)
+                        }
+                    };
+                }
+                Waited::Lapsed => {}
+                Waited::Settled(_) | Waited::Late => {
+                    return asked.answer(Problem::OutcomeUnknown);
+                }
+            },
+            _ => return asked.answer(Problem::OutcomeUnknown),
+        }
+    }
+}
