@@ -1,11 +1,20 @@
 //! Counts and bytes, and refusal before anything runs (R25).
 //!
-//! Ground rules: room is taken before a record is put into the index and given back after it was
-//! taken out, each exactly once. The limits are never passed; what is refused has left no trace.
+//! Ground rules: room is taken before a claim is put into the index and given back by the one
+//! thread that ended it, each exactly once. The limits are never passed; what is refused has left
+//! no trace.
+//!
+//! A lane draws room for several claims at a time and takes from that; so claims rarely write to
+//! what all share. Before a refusal all that was drawn is called back, under the lock under which
+//! it is drawn: a refusal means that the room is in use, but for what threads took in that moment.
+//!
+//! ```text
+//! credit of a lane   | keys 20 | bytes 44 |      taken by compare-and-swap, both or nothing
+//! ```
 
-use dashmap::DashMap;
+use std::collections::HashMap;
 
-use crate::sync::{AtomicUsize, Ordering};
+use crate::sync::{Mutex, Ordering, Tally};
 
 /// What stood in the way of a new record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,154 +25,290 @@ pub(crate) enum Refusal {
     Account,
 }
 
+/// So many claims a lane draws room for at a time.
+const DRAW: u64 = 64;
+
+const BYTES: u32 = 44;
+const KEY: u64 = 1 << BYTES;
+
+/// More than this in a lane goes back.
+const MOST_KEYS: u64 = 4 * DRAW;
+const MOST_BYTES: u64 = 1 << 21;
+
 /// The room of a store.
 #[derive(Debug)]
 pub(crate) struct Room {
-    keys: AtomicUsize,
-    bytes: AtomicUsize,
-    max_keys: usize,
-    max_bytes: usize,
+    /// What lanes have drawn and not used.
+    credits: Box<[Credit]>,
+    drawn: Mutex<Drawn>,
+    max_keys: u64,
+    max_bytes: u64,
     shares: Option<Shares>,
+}
+
+/// No ordering anywhere: each is a number that is right by itself.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Credit(Tally);
+
+/// What is in use or in the lanes.
+#[derive(Debug, Default)]
+struct Drawn {
+    keys: u64,
+    bytes: u64,
 }
 
 #[derive(Debug)]
 struct Shares {
     max_keys: usize,
-    keys: DashMap<Box<[u8]>, usize, ahash::RandomState>,
+    hasher: ahash::RandomState,
+    keys: Box<[Mutex<HashMap<Box<[u8]>, usize, ahash::RandomState>>]>,
 }
 
 impl Room {
-    pub(crate) fn new(max_keys: usize, max_bytes: usize, max_each: Option<usize>) -> Self {
+    pub(crate) fn new(
+        lanes: usize,
+        max_keys: usize,
+        max_bytes: usize,
+        max_each: Option<usize>,
+    ) -> Self {
         Self {
-            keys: AtomicUsize::new(0),
-            bytes: AtomicUsize::new(0),
-            max_keys,
-            max_bytes,
+            credits: (0..lanes).map(|_| Credit::default()).collect(),
+            drawn: Mutex::default(),
+            max_keys: max_keys as u64,
+            max_bytes: max_bytes as u64,
             shares: max_each.map(|max_keys| Shares {
                 max_keys,
-                keys: DashMap::with_hasher(ahash::RandomState::new()),
+                hasher: ahash::RandomState::new(),
+                keys: (0..64).map(|_| Mutex::default()).collect(),
             }),
         }
     }
 
-    /// Takes room for one record of `account` of `bytes` bytes.
-    pub(crate) fn enter(&self, account: &[u8], bytes: usize) -> Result<(), Refusal> {
+    /// Takes room for one record of `account` of `bytes` bytes. True in the answer if the lane had
+    /// to draw.
+    pub(crate) fn enter(
+        &self,
+        lane: usize,
+        account: &[u8],
+        bytes: usize,
+    ) -> Result<Drew, Refusal> {
         if let Some(shares) = &self.shares
             && !shares.enter(account)
         {
             return Err(Refusal::Account);
         }
-        if !take(&self.keys, 1, self.max_keys) {
+        self.take(lane, 1, bytes).ok_or_else(|| {
             self.leave_share(account);
-            return Err(Refusal::Store);
-        }
-        if !take(&self.bytes, bytes, self.max_bytes) {
-            self.keys.fetch_sub(1, Ordering::Relaxed);
-            self.leave_share(account);
-            return Err(Refusal::Store);
-        }
-        Ok(())
+            Refusal::Store
+        })
     }
 
     /// Gives the room of one record back.
-    pub(crate) fn leave(&self, account: &[u8], bytes: usize) {
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        self.keys.fetch_sub(1, Ordering::Relaxed);
+    pub(crate) fn leave(&self, lane: usize, account: &[u8], bytes: usize) {
+        self.give(lane, 1, bytes as u64);
         self.leave_share(account);
     }
 
     /// Takes `bytes` more for a record that is there.
-    pub(crate) fn grow(&self, bytes: usize) -> bool {
-        take(&self.bytes, bytes, self.max_bytes)
+    pub(crate) fn grow(&self, lane: usize, bytes: usize) -> bool {
+        bytes == 0 || self.take(lane, 0, bytes).is_some()
     }
 
     /// Gives `bytes` of a record that stays back.
-    pub(crate) fn shrink(&self, bytes: usize) {
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    pub(crate) fn shrink(&self, lane: usize, bytes: usize) {
+        if bytes != 0 {
+            self.give(lane, 0, bytes as u64);
+        }
     }
 
-    pub(crate) fn keys(&self) -> usize {
-        self.keys.load(Ordering::Relaxed)
+    /// Gives the room of many records back, but for their accounts' shares.
+    pub(crate) fn leave_many(&self, keys: u64, bytes: u64) {
+        let mut drawn = self.drawn.lock();
+        drawn.keys = drawn.keys.saturating_sub(keys);
+        drawn.bytes = drawn.bytes.saturating_sub(bytes);
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    /// Whether 80 % of either limit is taken.
-    pub(crate) fn nearly_full(&self) -> bool {
-        let over = |taken: usize, limit: usize| taken as u128 * 5 >= limit as u128 * 4;
-        over(self.keys(), self.max_keys) || over(self.bytes(), self.max_bytes)
-    }
-
-    fn leave_share(&self, account: &[u8]) {
+    pub(crate) fn leave_share(&self, account: &[u8]) {
         if let Some(shares) = &self.shares {
             shares.leave(account);
         }
     }
+
+    /// Keys and bytes in use.
+    pub(crate) fn used(&self) -> (usize, usize) {
+        let drawn = self.drawn.lock();
+        let (mut keys, mut bytes) = (drawn.keys, drawn.bytes);
+        for Credit(credit) in &self.credits {
+            let credit = credit.load(Ordering::Relaxed);
+            keys = keys.saturating_sub(credit >> BYTES);
+            bytes = bytes.saturating_sub(credit & (KEY - 1));
+        }
+        (keys as usize, bytes as usize)
+    }
+
+    /// Whether 80 % of either limit is taken.
+    pub(crate) fn nearly_full(&self) -> bool {
+        let (keys, bytes) = self.used();
+        let over = |taken: usize, limit: u64| taken as u128 * 5 >= u128::from(limit) * 4;
+        over(keys, self.max_keys) || over(bytes, self.max_bytes)
+    }
+
+    /// Calls back what the lanes have drawn. True if nothing is in use: then the next claim draws.
+    pub(crate) fn call_back(&self) -> bool {
+        let mut drawn = self.drawn.lock();
+        self.recall(&mut drawn);
+        drawn.keys == 0
+    }
+
+    fn take(&self, lane: usize, keys: u64, bytes: usize) -> Option<Drew> {
+        // A lane's bytes are below MOST_BYTES and its keys below MOST_KEYS, give or take one
+        // return a thread, so the parts do not run into each other.
+        let wanted = bytes as u64;
+        let Credit(credit) = self.credits.get(lane)?;
+        let spent = credit.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |credit| {
+            let (has_keys, has_bytes) = (credit >> BYTES, credit & (KEY - 1));
+            (has_keys >= keys && has_bytes >= wanted)
+                .then(|| (has_keys - keys) << BYTES | (has_bytes - wanted))
+        });
+        if spent.is_ok() {
+            return Some(Drew(false));
+        }
+        let mut drawn = self.drawn.lock();
+        let own = credit.swap(0, Ordering::Relaxed);
+        drawn.keys -= own >> BYTES;
+        drawn.bytes -= own & (KEY - 1);
+        let fits = |drawn: &Drawn| {
+            keys <= self.max_keys - drawn.keys && wanted <= self.max_bytes - drawn.bytes
+        };
+        if !fits(&drawn) {
+            self.recall(&mut drawn);
+            if !fits(&drawn) {
+                return None;
+            }
+        }
+        drawn.keys += keys;
+        drawn.bytes += wanted;
+        // Not more than a share of what is left, so that lanes do not call back all the time.
+        let sharers = 4 * self.credits.len() as u64;
+        let more_keys = (DRAW * keys).min((self.max_keys - drawn.keys) / sharers);
+        let more_bytes = (DRAW * wanted.min(MOST_BYTES / DRAW / 2))
+            .min((self.max_bytes - drawn.bytes) / sharers);
+        drawn.keys += more_keys;
+        drawn.bytes += more_bytes;
+        credit.fetch_add(more_keys << BYTES | more_bytes, Ordering::Relaxed);
+        Some(Drew(true))
+    }
+
+    fn give(&self, lane: usize, keys: u64, bytes: u64) {
+        let Some(Credit(credit)) = self.credits.get(lane) else { return };
+        if bytes >= MOST_BYTES {
+            self.leave_many(keys, bytes);
+            return;
+        }
+        let before = credit.fetch_add(keys << BYTES | bytes, Ordering::Relaxed);
+        if before >> BYTES >= MOST_KEYS || before & (KEY - 1) >= MOST_BYTES {
+            let mut drawn = self.drawn.lock();
+            let own = credit.swap(0, Ordering::Relaxed);
+            drawn.keys -= own >> BYTES;
+            drawn.bytes -= own & (KEY - 1);
+        }
+    }
+
+    fn recall(&self, drawn: &mut Drawn) {
+        for Credit(credit) in &self.credits {
+            let credit = credit.swap(0, Ordering::Relaxed);
+            drawn.keys -= credit >> BYTES;
+            drawn.bytes -= credit & (KEY - 1);
+        }
+    }
 }
 
+/// Whether a lane has drawn room: from time to time, and whenever nothing was in use before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Drew(pub(crate) bool);
+
 impl Shares {
+    fn shard(&self, account: &[u8]) -> &Mutex<HashMap<Box<[u8]>, usize, ahash::RandomState>> {
+        &self.keys[self.hasher.hash_one(account) as usize % self.keys.len()]
+    }
+
     fn enter(&self, account: &[u8]) -> bool {
+        let mut keys = self.shard(account).lock();
         // Looked up by reference first: a known account allocates nothing.
-        if let Some(mut keys) = self.keys.get_mut(account) {
-            let free = *keys < self.max_keys;
-            *keys += usize::from(free);
+        if let Some(held) = keys.get_mut(account) {
+            let free = *held < self.max_keys;
+            *held += usize::from(free);
             return free;
         }
-        let mut keys = self.keys.entry(account.into()).or_insert(0);
-        let free = *keys < self.max_keys;
-        *keys += usize::from(free);
-        free
+        keys.insert(account.into(), 1);
+        true
     }
 
     fn leave(&self, account: &[u8]) {
-        if let Some(mut keys) = self.keys.get_mut(account) {
-            *keys = keys.saturating_sub(1);
+        let mut keys = self.shard(account).lock();
+        if let Some(held) = keys.get_mut(account) {
+            *held -= 1;
+            if *held == 0 {
+                keys.remove(account);
+                if keys.capacity() > 64 && keys.len() * 8 < keys.capacity() {
+                    keys.shrink_to_fit();
+                }
+            }
         }
-        self.keys.remove_if(account, |_, keys| *keys == 0);
     }
 }
 
-/// Adds `more` unless that passes `limit`.
-fn take(taken: &AtomicUsize, more: usize, limit: usize) -> bool {
-    taken
-        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |taken| {
-            taken.checked_add(more).filter(|sum| *sum <= limit)
-        })
-        .is_ok()
-}
-
-#[cfg(test)]
+#[cfg(all(test, not(oncekey_loom)))]
 mod tests {
     use super::*;
 
+    fn enter(room: &Room, account: &[u8], bytes: usize) -> Result<(), Refusal> {
+        room.enter(0, account, bytes).map(drop)
+    }
+
     #[test]
     fn r25_a_refusal_leaves_no_trace() {
-        let room = Room::new(2, 100, Some(1));
-        assert_eq!(room.enter(b"a", 101), Err(Refusal::Store));
-        assert_eq!(room.enter(b"a", usize::MAX), Err(Refusal::Store));
-        assert_eq!((room.keys(), room.bytes()), (0, 0));
-        assert_eq!(room.enter(b"a", 60), Ok(()));
-        assert_eq!(room.enter(b"a", 1), Err(Refusal::Account));
-        assert_eq!(room.enter(b"b", 41), Err(Refusal::Store));
-        assert_eq!(room.enter(b"b", 40), Ok(()));
-        assert!(!room.grow(1));
-        assert_eq!(room.enter(b"c", 0), Err(Refusal::Store));
-        room.leave(b"a", 60);
-        assert_eq!(room.enter(b"a", 60), Ok(()));
-        room.leave(b"a", 60);
-        room.leave(b"b", 40);
-        assert_eq!((room.keys(), room.bytes()), (0, 0));
-        assert!(room.shares.as_ref().is_some_and(|shares| shares.keys.is_empty()));
+        let room = Room::new(2, 2, 100, Some(1));
+        assert_eq!(enter(&room, b"a", 101), Err(Refusal::Store));
+        assert_eq!(enter(&room, b"a", usize::MAX), Err(Refusal::Store));
+        assert_eq!(room.used(), (0, 0));
+        assert_eq!(enter(&room, b"a", 60), Ok(()));
+        assert_eq!(enter(&room, b"a", 1), Err(Refusal::Account));
+        assert_eq!(enter(&room, b"b", 41), Err(Refusal::Store));
+        assert_eq!(enter(&room, b"b", 40), Ok(()));
+        assert!(!room.grow(0, 1));
+        assert_eq!(enter(&room, b"c", 0), Err(Refusal::Store));
+        room.leave(0, b"a", 60);
+        assert_eq!(enter(&room, b"a", 60), Ok(()));
+        room.leave(0, b"a", 60);
+        room.leave(1, b"b", 40);
+        assert_eq!(room.used(), (0, 0));
+        assert!(room.call_back());
+        let shares = room.shares.as_ref().unwrap();
+        assert!(shares.keys.iter().all(|keys| keys.lock().is_empty()));
+    }
+
+    #[test]
+    fn r25_what_one_lane_has_drawn_another_can_use() {
+        let room = Room::new(4, 1_000, 100_000, None);
+        for n in 0..1_000 {
+            assert_eq!(room.enter(n % 4, b"", 100).map(drop), Ok(()), "{n}");
+            assert_eq!(room.used(), (n + 1, 100 * (n + 1)));
+        }
+        assert_eq!(enter(&room, b"", 0), Err(Refusal::Store));
+        // All given back in one lane.
+        (0..1_000).for_each(|_| room.leave(3, b"", 100));
+        assert_eq!(room.used(), (0, 0));
+        assert_eq!(enter(&room, b"", 100_000), Ok(()));
     }
 
     #[test]
     fn r25_a_gauge_warns_at_80_percent_of_either_limit() {
-        let room = Room::new(10, 1_000, None);
-        room.enter(b"", 799).unwrap();
+        let room = Room::new(1, 10, 1_000, None);
+        enter(&room, b"", 799).unwrap();
         assert!(!room.nearly_full());
-        assert!(room.grow(1));
+        assert!(room.grow(0, 1));
         assert!(room.nearly_full());
     }
 }

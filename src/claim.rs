@@ -1,9 +1,9 @@
 //! What a claim is answered with, and waiting for the owner.
 //!
 //! Ground rules: a [`Wait`] holds at most one seat in the waiters' list and gives it up when it is
-//! dropped; a permit that was meant for it goes to the next (R14). After each wake-up it looks at
-//! the very record it waited for, so that an old waiter gets the old outcome; only if that claim
-//! is over does it claim anew.
+//! dropped; a permit that was meant for it goes to the next (R14). A waiter is woken with what the
+//! owner left, so that an old waiter gets the old outcome; only if the claim is over without one
+//! does it claim anew.
 
 use std::{
     fmt,
@@ -16,14 +16,15 @@ use std::{
 
 use crate::{
     clock::{Clock, Millis, SystemClock},
-    engine::{Answer, Asked, By, Engine, Met},
+    engine::{Answer, Asked, Met},
     error::ClaimError,
     fingerprint::{Fingerprint, Scheme},
+    identity::Frame,
+    lane::Hold,
     outcome::Outcome,
     permit::Permit,
-    record::{Record, word::View},
     sync::{Arc, AtomicBool, Ordering},
-    waiters::{Gift, NoSeat, Ticket},
+    waiters::{Gift, Ticket},
 };
 
 /// What [`Store::claim`](crate::Store::claim) answers: the caller is the owner, or this is there.
@@ -113,11 +114,13 @@ impl std::error::Error for TimedOut {}
 
 /// A running owner, seen by a duplicate. Dropping it leaves no trace.
 pub struct Pending {
-    engine: Arc<Engine>,
-    record: Arc<Record>,
+    hold: Arc<Hold>,
+    frame: Frame,
     fingerprint: Fingerprint,
     /// The fingerprint by the record's scheme, if that is another one.
     other: Option<Fingerprint>,
+    /// When the owner that was met had won.
+    claimed: Millis,
 }
 
 impl Pending {
@@ -155,89 +158,53 @@ impl Pending {
 
     /// The time until the owner's lease lapses, zero if it has; the owner may renew it.
     pub fn remaining(&self) -> Duration {
-        let word = self.record.word();
-        match word.view(self.engine.now()) {
-            View::InFlight => word.at().since(self.engine.now()),
-            _ => Duration::ZERO,
-        }
+        let engine = self.hold.engine();
+        engine.running(&self.frame).map_or(Duration::ZERO, |(_, until)| until.since(engine.now()))
     }
 
     /// The time since the present owner won.
     pub fn age(&self) -> Duration {
-        self.engine.now().since(self.record.claimed())
+        let engine = self.hold.engine();
+        let claimed = engine.running(&self.frame).map_or(self.claimed, |(claimed, _)| claimed);
+        engine.now().since(claimed)
     }
 
-    fn permit(&self, number: u64) -> Permit {
-        Permit::new(Arc::clone(&self.engine), Arc::clone(&self.record), number)
-    }
-
-    /// What the record says now: the end of the wait, or a seat.
+    /// What there is now: the end of the wait, or a seat. A claim that is over is claimed anew.
     fn look(&mut self) -> Result<Ticket, Settled> {
-        loop {
-            let now = self.engine.now();
-            let word = self.record.word();
-            match word.view(now) {
-                View::InFlight => match self.take_seat(now) {
-                    Ok(ticket) => return Ok(ticket),
-                    Err(NoSeat::LookAgain) => {}
-                    Err(NoSeat::TooMany) => {
-                        self.engine.counters.refused_waiters.up();
-                        return Err(Settled::TooMany);
-                    }
-                },
-                View::Completed => {
-                    return Err(match self.engine.answer(&self.record, word, now) {
-                        Some(answer) => {
-                            self.engine.counters.replays.up();
-                            Settled::Completed(Replay { answer })
-                        }
-                        None => Settled::NotKept,
-                    });
-                }
-                View::NotKept => return Err(Settled::NotKept),
-                View::Held => return Err(Settled::Held),
-                View::Lapsed | View::Gone => self.claim_anew()?,
-            }
-        }
-    }
-
-    fn take_seat(&self, now: Millis) -> Result<Ticket, NoSeat> {
-        let mut deadline = now;
-        let ticket = self.engine.waiters.join(&self.record, || {
-            loop {
-                let word = self.record.word();
-                deadline = word.at();
-                if word.view(now) != View::InFlight {
-                    return false;
-                }
-                if word.has_waiters() || self.record.swap(word, word.with_waiters()).is_ok() {
-                    return true;
-                }
-            }
-        })?;
-        self.engine.watch(&self.record, deadline);
-        Ok(ticket)
-    }
-
-    /// The claim that was waited for is over: meets what is there now.
-    fn claim_anew(&mut self) -> Result<(), Settled> {
         let (own, other) = (self.fingerprint, self.other);
         let mut translate = |scheme: Scheme| other.filter(|made| made.scheme() == scheme);
         let mut asked = Asked::new(own, &mut translate);
-        let frame = Arc::clone(self.record.frame());
-        let met = self.engine.claim(&frame, &mut asked).map_err(Settled::Refused)?;
-        Err(match met {
-            Met::Won(record, number) => {
-                self.record = record;
-                Settled::Yours(self.permit(number))
+        let (engine, lane) = (self.hold.engine(), self.hold.lane());
+        let hash = engine.hash(&self.frame);
+        let met = engine.claim(lane, hash, &self.frame, &mut asked, true);
+        Err(match met.map_err(Settled::Refused)? {
+            Met::Seated(ticket) => return Ok(ticket),
+            Met::Won(owned, number) => {
+                Settled::Yours(Permit::new(Arc::clone(&self.hold), owned, number))
             }
             Met::Replay(answer) => Settled::Completed(Replay { answer }),
             Met::NotKept => Settled::NotKept,
             Met::Mismatch => Settled::Mismatch,
             Met::Held => Settled::Held,
-            Met::InFlight(record) => {
-                self.record = record;
-                return Ok(());
+            Met::Crowded | Met::InFlight(_) => Settled::TooMany,
+        })
+    }
+
+    fn unwrap_gift(&self, gift: Gift) -> Option<Settled> {
+        let engine = self.hold.engine();
+        Some(match gift {
+            Gift::LookAgain => return None,
+            Gift::Completed { outcome, settled, end } => {
+                self.hold.lane().counters.replays.up();
+                let now = engine.now();
+                let (age, remaining) = (now.since(settled), end.since(now));
+                Settled::Completed(Replay { answer: Answer { outcome, age, remaining } })
+            }
+            Gift::NotKept => Settled::NotKept,
+            Gift::Held => Settled::Held,
+            Gift::Answer(answer) => Settled::Answered(answer),
+            Gift::Permit(owned, number) => {
+                Settled::Yours(Permit::new(Arc::clone(&self.hold), owned, number))
             }
         })
     }
@@ -264,31 +231,24 @@ impl Wait {
     /// What this waiter was told just before, a permit perhaps.
     pub fn into_pending(mut self) -> Result<Pending, Settled> {
         if let Some(ticket) = self.ticket.take()
-            && let Some(gift) = self.pending.engine.waiters.leave(&self.pending.record, &ticket)
-            && let Some(settled) = self.unwrap_gift(gift)
+            && let Some(gift) = self.pending.hold.engine().waiters.leave(&ticket)
+            && let Some(settled) = self.pending.unwrap_gift(gift)
         {
             return Err(settled);
         }
         // Without a ticket dropping this does nothing more.
         Ok(Pending {
-            engine: Arc::clone(&self.pending.engine),
-            record: Arc::clone(&self.pending.record),
+            hold: Arc::clone(&self.pending.hold),
+            frame: self.pending.frame.clone(),
             fingerprint: self.pending.fingerprint,
             other: self.pending.other,
+            claimed: self.pending.claimed,
         })
     }
 
     /// The time until the owner's lease lapses, zero if it has.
     pub fn remaining(&self) -> Duration {
         self.pending.remaining()
-    }
-
-    fn unwrap_gift(&self, gift: Gift) -> Option<Settled> {
-        match gift {
-            Gift::LookAgain => None,
-            Gift::Answer(answer) => Some(Settled::Answered(answer)),
-            Gift::Permit(number) => Some(Settled::Yours(self.pending.permit(number))),
-        }
     }
 }
 
@@ -309,7 +269,7 @@ impl Future for Wait {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(gift) => {
                     this.ticket = None;
-                    if let Some(settled) = this.unwrap_gift(gift) {
+                    if let Some(settled) = this.pending.unwrap_gift(gift) {
                         return Poll::Ready(settled);
                     }
                 }
@@ -321,10 +281,10 @@ impl Future for Wait {
 impl Drop for Wait {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket.take() else { return };
-        let Pending { engine, record, .. } = &self.pending;
-        if let Some(Gift::Permit(number)) = engine.waiters.leave(record, &ticket) {
+        let hold = &self.pending.hold;
+        if let Some(Gift::Permit(owned, _)) = hold.engine().waiters.leave(&ticket) {
             // Nothing was done with it: to the next. Lost means that somebody settled it.
-            let _ = engine.release(record, By::Owner(number), None);
+            let _ = hold.engine().release(hold.lane(), &owned, None);
         }
     }
 }
@@ -371,19 +331,21 @@ impl Wake for Parker {
 
 /// What `met` means for the caller of a claim.
 pub(crate) fn answer(
-    engine: &Arc<Engine>,
+    hold: &Arc<Hold>,
     met: Met,
+    frame: Frame,
     fingerprint: Fingerprint,
     other: Option<Fingerprint>,
 ) -> Claim {
     match met {
-        Met::Won(record, number) => Claim::Won(Permit::new(Arc::clone(engine), record, number)),
+        Met::Won(owned, number) => Claim::Won(Permit::new(Arc::clone(hold), owned, number)),
         Met::Replay(answer) => Claim::Replay(Replay { answer }),
         Met::NotKept => Claim::NotKept,
-        Met::InFlight(record) => {
-            Claim::InFlight(Pending { engine: Arc::clone(engine), record, fingerprint, other })
+        Met::InFlight(claimed) => {
+            Claim::InFlight(Pending { hold: Arc::clone(hold), frame, fingerprint, other, claimed })
         }
         Met::Mismatch => Claim::Mismatch,
-        Met::Held => Claim::Held,
+        // A claim without a seat is never told of one.
+        Met::Held | Met::Seated(_) | Met::Crowded => Claim::Held,
     }
 }

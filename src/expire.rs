@@ -1,13 +1,11 @@
-//! The timers of all records, and the thread that drives the sweep (R22 to R24).
+//! The thread that drives the sweep, and where it sleeps (R22 to R24).
 //!
-//! Ground rules: each record in the index has one timer, which may fire early but never late; what
-//! to do with a fired record is the engine's business. The wheels stand in shards by the record's
-//! hash. Timers are rounded up to the store's tick, so that the sweep wakes at most once a tick;
-//! the timer of a record with waiters is exact, because a waiter never sleeps past a lapsed lease
-//! (R13).
+//! Ground rules: what is due is the engine's business. While anything is in the store the sweep
+//! wakes once a tick, or earlier when a waiter's owner lapses (R13); an empty store lets it sleep
+//! until a claim draws room again. So a claim never has to wake anybody but after such a drawing.
 //!
-//! The sleeping sweep and a new timer meet in `Alarm`: the sweep says until when it sleeps, an
-//! earlier timer wakes it.
+//! The sleeping sweep and an earlier date meet in `Alarm`: the sweep says until when it sleeps, an
+//! earlier date wakes it.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -16,94 +14,15 @@ use std::{
 
 use crate::{
     clock::Millis,
-    record::{Parts, Record},
     sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, Ordering},
-    wheel::Wheel,
 };
-
-const SHARDS: u64 = 16;
-
-/// How many fired timers are taken from a wheel while its lock is held (R24).
-pub(crate) const STEP: usize = 256;
-
-/// The timers of a store.
-pub(crate) struct Expiry {
-    shards: Box<[Mutex<Wheel<Arc<Record>>>]>,
-    tick: Millis,
-    alarm: Arc<Alarm>,
-}
-
-impl Expiry {
-    pub(crate) fn new(tick: Millis) -> Self {
-        Self {
-            shards: (0..SHARDS).map(|_| Mutex::new(Wheel::new(0))).collect(),
-            tick,
-            alarm: Arc::default(),
-        }
-    }
-
-    pub(crate) fn alarm(&self) -> &Arc<Alarm> {
-        &self.alarm
-    }
-
-    /// Sees to it that `record` is looked at soon after `at`: within a tick.
-    pub(crate) fn by_tick(&self, record: &Arc<Record>, parts: &mut Parts, at: Millis) {
-        let tick = self.tick.0;
-        self.exactly(record, parts, Millis(at.0.div_ceil(tick).saturating_mul(tick)));
-    }
-
-    /// Sees to it that `record` is looked at no later than at `at`. A timer that fires earlier
-    /// stays: whoever looks at the record then sets the next one.
-    pub(crate) fn exactly(&self, record: &Arc<Record>, parts: &mut Parts, at: Millis) {
-        if !parts.linked {
-            return;
-        }
-        let mut wheel = self.shard(record).lock();
-        if let Some((timer, set)) = parts.timer {
-            if set <= at {
-                return;
-            }
-            wheel.remove(timer);
-        }
-        parts.timer = Some((wheel.insert(at.0, Arc::clone(record)), at));
-        drop(wheel);
-        self.alarm.no_later_than(at);
-    }
-
-    /// Takes the timer of a record away that has left the index.
-    pub(crate) fn cancel(&self, record: &Arc<Record>, parts: &mut Parts) {
-        if let Some((timer, _)) = parts.timer.take() {
-            // Bound to a name so that the record is dropped after the lock.
-            let _record = self.shard(record).lock().remove(timer);
-        }
-    }
-
-    /// Appends at most [`STEP`] records of each shard whose timer has fired by `now`. True if more
-    /// are due.
-    pub(crate) fn fired(&self, now: Millis, fired: &mut Vec<Arc<Record>>) -> bool {
-        let mut more = false;
-        for wheel in &self.shards {
-            more |= wheel.lock().advance(now.0, STEP, fired);
-        }
-        more
-    }
-
-    /// A time before which no timer fires.
-    pub(crate) fn next(&self) -> Option<Millis> {
-        self.shards.iter().filter_map(|wheel| wheel.lock().next_deadline()).min().map(Millis)
-    }
-
-    fn shard(&self, record: &Record) -> &Mutex<Wheel<Arc<Record>>> {
-        &self.shards[(record.hash() % SHARDS) as usize]
-    }
-}
 
 /// Where the sweep sleeps.
 #[derive(Debug, Default)]
 pub(crate) struct Alarm {
     /// Until when the sweep sleeps, in milliseconds; zero while no thread does. `SeqCst` with the
-    /// wheels' locks between: either the sweep sees the new timer, or the timer sees that the
-    /// sweep is about to sleep too long.
+    /// locks of what it looks at between: either the sweep sees the new date, or who has set it
+    /// sees that the sweep is about to sleep too long.
     until: AtomicU64,
     state: Mutex<State>,
     bell: Condvar,
@@ -117,8 +36,17 @@ struct State {
 }
 
 impl Alarm {
-    fn no_later_than(&self, at: Millis) {
+    /// Sees to it that the sweep looks again no later than at `at`.
+    pub(crate) fn no_later_than(&self, at: Millis) {
         if at.0 < self.until.load(Ordering::SeqCst) {
+            self.state.lock().rung = true;
+            self.bell.notify_all();
+        }
+    }
+
+    /// Wakes the sweep if it sleeps because nothing was there.
+    pub(crate) fn ring_if_idle(&self) {
+        if self.until.load(Ordering::SeqCst) == u64::MAX {
             self.state.lock().rung = true;
             self.bell.notify_all();
         }
@@ -135,7 +63,6 @@ impl Alarm {
         self.dead.load(Ordering::Relaxed)
     }
 }
-
 /// What the sweep's thread needs of a store, which it does not keep alive.
 pub(crate) trait Sweeper: Send + 'static {
     /// Does what is due; `None` if the store is gone. Answers with how long to sleep at most

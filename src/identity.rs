@@ -85,18 +85,12 @@ impl<'a> Identity<'a> {
         self.key
     }
 
-    /// The framed bytes: equal if and only if the identities are. Allocates nothing.
-    pub(crate) fn frame(&self) -> Framed {
-        let mut framed = Framed { len: 0, bytes: [0; MAX_FRAME] };
+    /// The framed bytes: equal if and only if the identities are.
+    pub(crate) fn frame(&self) -> Frame {
         // Within their types: `new` has measured the parts, `from_frame` has read them from these.
-        let account_len = self.account.len() as u8;
-        let endpoint_len = self.endpoint.len() as u16;
-        framed.push(&[account_len]);
-        framed.push(&endpoint_len.to_be_bytes());
-        framed.push(self.account);
-        framed.push(self.endpoint);
-        framed.push(self.key);
-        framed
+        let [high, low] = (self.endpoint.len() as u16).to_be_bytes();
+        let head = [self.account.len() as u8, high, low];
+        Frame::of([&head, self.account, self.endpoint, self.key])
     }
 
     /// The identity in `frame`, which [`frame`](Self::frame) has made.
@@ -127,36 +121,54 @@ impl fmt::Debug for Identity<'_> {
     }
 }
 
-/// A framed identity on the stack.
-pub(crate) struct Framed {
-    len: usize,
-    bytes: [u8; MAX_FRAME],
+/// Bytes of a frame that need no allocation: most identities.
+const SHORT: usize = 102;
+
+/// A framed identity. A short one stands in place, a long one on the heap.
+#[derive(Clone)]
+pub(crate) struct Frame(Bytes);
+
+#[derive(Clone)]
+enum Bytes {
+    Short { len: u8, bytes: [u8; SHORT] },
+    Long(Box<[u8]>),
 }
 
-impl Framed {
-    /// Appends `part`, or as much of it as there is room for: all of it, for an identity that
-    /// `new` let through.
-    fn push(&mut self, part: &[u8]) {
-        let room = &mut self.bytes[self.len..];
-        let len = part.len().min(room.len());
-        debug_assert_eq!(len, part.len(), "an identity out of bounds");
-        room[..len].copy_from_slice(&part[..len]);
-        self.len += len;
+impl Frame {
+    /// No identity: the place of one.
+    pub(crate) const NONE: Self = Self(Bytes::Short { len: 0, bytes: [0; SHORT] });
+
+    fn of(parts: [&[u8]; 4]) -> Self {
+        let len: usize = parts.iter().map(|part| part.len()).sum();
+        if len > SHORT {
+            return Self(Bytes::Long(parts.concat().into()));
+        }
+        let mut bytes = [0; SHORT];
+        let mut room = &mut bytes[..];
+        for part in parts {
+            let (place, rest) = room.split_at_mut(part.len().min(room.len()));
+            place.copy_from_slice(&part[..place.len()]);
+            room = rest;
+        }
+        Self(Bytes::Short { len: len as u8, bytes })
     }
 }
 
-impl Deref for Framed {
+impl Deref for Frame {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.bytes[..self.len]
+        match &self.0 {
+            Bytes::Short { len, bytes } => &bytes[..usize::from(*len).min(SHORT)],
+            Bytes::Long(bytes) => bytes,
+        }
     }
 }
 
 /// Shows the length only.
-impl fmt::Debug for Framed {
+impl fmt::Debug for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Framed({} bytes)", self.len)
+        write!(f, "Frame({} bytes)", self.len())
     }
 }
 
@@ -286,7 +298,7 @@ mod tests {
         let identity = identity(b"alice", b"POST /", b"secret");
         let shown = "Identity(account: 5 bytes, endpoint: 6 bytes, key: 6 bytes)";
         assert_eq!(format!("{identity:?}"), shown);
-        assert_eq!(format!("{:?}", identity.frame()), "Framed(20 bytes)");
+        assert_eq!(format!("{:?}", identity.frame()), "Frame(20 bytes)");
     }
 
     proptest! {

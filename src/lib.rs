@@ -21,7 +21,7 @@ mod permit;
 // Time and room.
 mod capacity;
 mod expire;
-mod wheel;
+mod lane;
 // The edges.
 #[cfg(feature = "axum")]
 mod axum;
@@ -30,6 +30,7 @@ pub mod http;
 // The cellar.
 mod clock;
 mod error;
+mod reclaim;
 mod stats;
 mod sync;
 

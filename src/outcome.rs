@@ -86,6 +86,21 @@ impl Outcome {
         &self.body
     }
 
+    /// An outcome of parts that another one had.
+    pub(crate) fn from_parts(status: u16, head: Bytes, body: Bytes) -> Self {
+        Self { status, head, body }
+    }
+
+    /// The block of header lines.
+    pub(crate) fn head(&self) -> &Bytes {
+        &self.head
+    }
+
+    /// Bytes of header lines and body.
+    pub(crate) fn len(&self) -> usize {
+        self.head.len() + self.body.len()
+    }
+
     /// What the outcome costs a store, in bytes.
     pub fn size(&self) -> usize {
         OVERHEAD + self.head.len() + self.body.len()

@@ -1,18 +1,20 @@
 //! The owner's guard: complete, release, hold, renew; dropping settles (R8 to R12).
 //!
-//! Ground rules: a permit stands for one claim, by the record and the token's number captured at
-//! claim time (R12). A verb takes the permit, so no verb can follow it; what a stale token meets
-//! is decided in the engine.
+//! Ground rules: a permit stands for one claim, by its cell and the token's number captured at claim
+//! time (R12). There is one permit for a cell. A verb takes the permit, so no verb can follow it;
+//! what a stale token meets is decided in the engine.
 
 use std::fmt;
 
 use crate::{
-    engine::{Abandon, By, Engine},
+    engine::{Abandon, By},
     error::Lost,
     fingerprint::Fingerprint,
     identity::Identity,
+    lane::Hold,
     outcome::Outcome,
-    record::Record,
+    reclaim,
+    record::Owned,
     sync::Arc,
 };
 
@@ -30,7 +32,7 @@ impl Token {
         self.owner
     }
 
-    /// Grows with each claim of the store.
+    /// Grows with each claim of an identity.
     pub fn number(&self) -> u64 {
         self.number
     }
@@ -70,20 +72,20 @@ pub struct Completed {
 /// ```
 #[must_use = "a permit that is dropped holds its identity: nobody knows whether the work was done"]
 pub struct Permit {
-    claim: Owned,
+    claim: Claimed,
     /// Whether a verb has taken the permit: dropping it then settles nothing.
     settled: bool,
 }
 
-struct Owned {
-    engine: Arc<Engine>,
-    record: Arc<Record>,
+struct Claimed {
+    hold: Arc<Hold>,
+    owned: Owned,
     number: u64,
 }
 
 impl Permit {
-    pub(crate) fn new(engine: Arc<Engine>, record: Arc<Record>, number: u64) -> Self {
-        Self { claim: Owned { engine, record, number }, settled: false }
+    pub(crate) fn new(hold: Arc<Hold>, owned: Owned, number: u64) -> Self {
+        Self { claim: Claimed { hold, owned, number }, settled: false }
     }
 
     /// Finishes the work: `outcome` is what everybody gets from now on, for the retention.
@@ -109,13 +111,15 @@ impl Permit {
     }
 
     fn finish(mut self, outcome: Option<Outcome>) -> Result<Completed, Lost> {
-        let Owned { engine, record, number } = self.settle();
-        let kept = engine.complete(record, By::Owner(*number), outcome)?;
+        let Claimed { hold, owned, .. } = self.settle();
+        let guard = reclaim::pin();
+        let (engine, lane) = (hold.engine(), hold.lane());
+        let kept = engine.complete(lane, owned.cell(), By::Owner, outcome, &guard)?;
         Ok(Completed { kept })
     }
 
     /// The claim, for a verb that ends the permit.
-    fn settle(&mut self) -> &Owned {
+    fn settle(&mut self) -> &Claimed {
         self.settled = true;
         &self.claim
     }
@@ -127,8 +131,8 @@ impl Permit {
     ///
     /// [`Lost`] if the claim is no longer this permit's.
     pub fn release(mut self) -> Result<(), Lost> {
-        let Owned { engine, record, number } = self.settle();
-        engine.release(record, By::Owner(*number), None)
+        let Claimed { hold, owned, .. } = self.settle();
+        hold.engine().release(hold.lane(), owned, None)
     }
 
     /// Gives the identity up and leaves an answer to the waiters that are there, so that they do
@@ -138,8 +142,8 @@ impl Permit {
     ///
     /// [`Lost`] if the claim is no longer this permit's; the answer comes back.
     pub fn release_with(mut self, answer: Outcome) -> Result<(), Lost> {
-        let Owned { engine, record, number } = self.settle();
-        engine.release(record, By::Owner(*number), Some(answer))
+        let Claimed { hold, owned, .. } = self.settle();
+        hold.engine().release(hold.lane(), owned, Some(answer))
     }
 
     /// Keeps the identity shut for the retention, because nobody knows whether the work was done
@@ -149,8 +153,8 @@ impl Permit {
     ///
     /// [`Lost`] if the claim is no longer this permit's.
     pub fn hold(mut self) -> Result<(), Lost> {
-        let Owned { engine, record, number } = self.settle();
-        engine.hold(record, *number)
+        let Claimed { hold, owned, .. } = self.settle();
+        hold.engine().hold(hold.lane(), owned)
     }
 
     /// Shows a sign of life: the lease ends one lease from now, never earlier than before.
@@ -160,7 +164,7 @@ impl Permit {
     /// [`Lost`] if the claim is no longer this permit's, or with
     /// [`LostCause::Held`](crate::LostCause::Held) if its lease has lapsed and was judged.
     pub fn renew(&self) -> Result<(), Lost> {
-        self.claim.engine.renew(&self.claim.record, self.claim.number)
+        self.claim.hold.engine().renew(self.claim.hold.lane(), &self.claim.owned)
     }
 
     /// Takes the lease as renewed all the time from now on, as long as the permit lives, up to
@@ -173,22 +177,22 @@ impl Permit {
     ///
     /// As for [`Permit::renew`].
     pub fn attend(&self) -> Result<(), Lost> {
-        self.claim.engine.attend(&self.claim.record, self.claim.number)
+        self.claim.hold.engine().attend(self.claim.hold.lane(), &self.claim.owned)
     }
 
     /// The fencing token of the claim. Hand it to downstream systems that can refuse an older one.
     pub fn token(&self) -> Token {
-        Token { owner: self.claim.engine.owner(), number: self.claim.number }
+        Token { owner: self.claim.hold.engine().owner(), number: self.claim.number }
     }
 
     /// The identity that was claimed.
     pub fn identity(&self) -> Identity<'_> {
-        Identity::from_frame(self.claim.record.frame())
+        Identity::from_frame(self.claim.owned.cell().frame())
     }
 
     /// The fingerprint it was claimed with.
     pub fn fingerprint(&self) -> Fingerprint {
-        *self.claim.record.fingerprint()
+        *self.claim.owned.cell().fingerprint()
     }
 }
 
@@ -197,12 +201,13 @@ impl Drop for Permit {
         if self.settled {
             return;
         }
-        let Owned { engine, record, number } = &self.claim;
-        engine.counters.abandoned.up();
+        let Claimed { hold, owned, .. } = &self.claim;
+        let (engine, lane) = (hold.engine(), hold.lane());
+        lane.counters.abandoned.up();
         // Lost means that somebody else has settled it: nothing is left to do.
         let _ = match engine.settings.on_abandon {
-            Abandon::Hold => engine.hold(record, *number),
-            Abandon::Release => engine.release(record, By::Owner(*number), None),
+            Abandon::Hold => engine.hold(lane, owned),
+            Abandon::Release => engine.release(lane, owned, None),
         };
     }
 }

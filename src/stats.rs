@@ -1,6 +1,6 @@
 //! What a store has done and holds, in numbers.
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{Ordering, Tally};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -31,8 +31,9 @@ macro_rules! counters {
         }
 
         impl Counters {
+            /// Adds these to what other lanes have counted.
             pub(crate) fn read_into(&self, stats: &mut Stats) {
-                $(stats.$name = self.$name.0.load(Ordering::Relaxed);)*
+                $(stats.$name += self.$name.0.load(Ordering::Relaxed);)*
             }
         }
     };
@@ -93,7 +94,7 @@ counters! {
 
 /// A number that only grows.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+pub(crate) struct Counter(Tally);
 
 impl Counter {
     pub(crate) fn add(&self, more: u64) {

@@ -13,18 +13,22 @@ use crate::{
     capacity::Room,
     claim::{self, Claim},
     clock::{Clock, Millis, SystemClock},
-    engine::{Abandon, Asked, Engine, Lapse, Met, Settings},
+    engine::{Abandon, Asked, Engine, Lapse, Settings},
     error::{Busy, ClaimError, ConfigError, ResolveError},
     expire::{self, Sweeper},
     fingerprint::{Fingerprint, Scheme},
-    identity::Identity,
+    identity::{Frame, Identity},
     outcome::Outcome,
     permit::Token,
-    record::{Record, word::View},
+    lane::{self, Hold},
+    record::{self, word::View},
     stats::Stats,
     sync::{Arc, Weak},
     waiters::Waiters,
 };
+
+/// More bytes than this are clamped: slabs are numbered in 16 bits (R25).
+const MOST_BYTES: usize = (48 << 30) as usize;
 
 /// Longer durations are clamped to this: 100 years (R23).
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
@@ -216,20 +220,22 @@ impl StoreBuilder {
             on_lapse: self.on_lapse,
         };
         at_least("max_keys", 1, self.max_keys)?;
-        let largest = Record::cost(crate::identity::MAX_FRAME);
+        let largest = record::claim_cost(crate::identity::MAX_FRAME);
         at_least("max_bytes", largest.saturating_add(self.outcome_reserve), self.max_bytes)?;
         if let Some(share) = self.max_keys_per_account {
             at_least("max_keys_per_account", 1, share)?;
         }
-        let room = Room::new(self.max_keys, self.max_bytes, self.max_keys_per_account);
+        let share = self.max_keys_per_account;
+        let room = Room::new(lane::lanes(), self.max_keys, self.max_bytes.min(MOST_BYTES), share);
         let waiters = Waiters::new(self.max_waiters_per_key, self.max_waiters);
-        let engine = Arc::new(Engine::new(settings, self.clock.0, room, waiters));
+        let engine = Arc::new(Engine::new(settings, self.clock.0, self.max_keys, room, waiters));
         if self.sweep == Sweep::Thread {
             let alarm = Arc::clone(engine.alarm());
             expire::spawn(alarm, Background(Arc::downgrade(&engine)))
                 .map_err(|error| ConfigError::NoThread { kind: error.kind() })?;
         }
-        Ok(Store { engine })
+        let hold = |lane| Arc::new(Hold::new(Arc::clone(&engine), lane));
+        Ok(Store { holds: (0..engine.lanes()).map(hold).collect() })
     }
 }
 
@@ -256,23 +262,26 @@ impl Sweeper for Background {
             // Not held across steps: a store that is dropped ends soon.
             let engine = self.0.upgrade()?;
             let now = engine.now();
-            if engine.sweep_step(now).more {
+            let step = engine.sweep_step(now);
+            if step.more || engine.trim() {
                 // Callers that wait for a lock that the step held come first.
                 thread::yield_now();
                 continue;
             }
-            engine.trim();
-            let next = engine.next_due();
-            about_to_sleep(next);
+            // Whoever waits from now on rings, if its owner's lease ends earlier.
+            let tick = engine.settings.tick;
+            let next = step.next.unwrap_or(Millis::MAX).min(now.plus(tick));
+            let idle = engine.is_empty();
+            about_to_sleep(Some(next).filter(|_| !idle));
             // At most a tick, because the clock may be one that is moved by hand.
-            let tick = Duration::from_millis(engine.settings.tick.0);
-            return Some(next.map(|at| at.since(engine.now()).min(tick)));
+            let nap = next.since(engine.now()).max(Duration::from_millis(1));
+            return Some((!idle).then(|| nap.min(Duration::from_millis(tick.0))));
         }
     }
 
     fn panicked(&self) {
         if let Some(engine) = self.0.upgrade() {
-            engine.counters.sweep_panics.up();
+            engine.own_lane().counters.sweep_panics.up();
         }
     }
 }
@@ -309,7 +318,8 @@ impl Sweeper for Background {
 /// ```
 #[derive(Clone)]
 pub struct Store {
-    engine: Arc<Engine>,
+    /// One for each lane; all are one store.
+    holds: Arc<[Arc<Hold>]>,
 }
 
 impl Store {
@@ -345,10 +355,9 @@ impl Store {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Result<Claim, ClaimError> {
-        let mut asked = Asked::new(fingerprint, &mut translate);
-        let met = self.engine.claim(&id.frame(), &mut asked)?;
-        let other = asked.other();
-        Ok(self.answer(met, fingerprint, other))
+        let frame = id.frame();
+        let hash = self.engine().hash(&frame);
+        self.claim_hashed(hash, frame, fingerprint, &mut translate)
     }
 
     /// Tells what is there and claims nothing; `None` if [`Store::claim`] would win.
@@ -363,37 +372,112 @@ impl Store {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Option<Claim> {
-        let mut asked = Asked::new(fingerprint, &mut translate);
-        let met = self.engine.observe(&id.frame(), &mut asked)?;
-        let other = asked.other();
-        Some(self.answer(met, fingerprint, other))
+        let frame = id.frame();
+        let hash = self.engine().hash(&frame);
+        self.observe_hashed(hash, frame, fingerprint, &mut translate)
     }
 
-    fn answer(&self, met: Met, fingerprint: Fingerprint, other: Option<Fingerprint>) -> Claim {
-        claim::answer(&self.engine, met, fingerprint, other)
+    /// Asks for the memory that a claim of `id` will read, and does not wait for it. Worth its few
+    /// nanoseconds if something is done before the claim, such as hashing the body.
+    pub fn prefetch(&self, id: &Identity<'_>) {
+        let engine = self.engine();
+        engine.prefetch(engine.hash(&id.frame()));
+    }
+
+    /// As [`Store::claim`] for each of `attempts`, in order. Faster for many: the waits for memory
+    /// overlap.
+    pub fn claim_each<'a>(
+        &self,
+        attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
+    ) -> Vec<Result<Claim, ClaimError>> {
+        let attempts = self.fetched(attempts);
+        let claim = |(hash, frame, fp)| self.claim_hashed(hash, frame, fp, &mut |_| None);
+        attempts.into_iter().map(claim).collect()
+    }
+
+    /// As [`Store::observe`] for each of `attempts`, in order. Faster for many: the waits for
+    /// memory overlap.
+    pub fn observe_each<'a>(
+        &self,
+        attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
+    ) -> Vec<Option<Claim>> {
+        let attempts = self.fetched(attempts);
+        let observe = |(hash, frame, fp)| self.observe_hashed(hash, frame, fp, &mut |_| None);
+        attempts.into_iter().map(observe).collect()
+    }
+
+    /// Asks for all buckets first, then for what stands in them.
+    fn fetched<'a>(
+        &self,
+        attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
+    ) -> Vec<(u64, Frame, Fingerprint)> {
+        let engine = self.engine();
+        let bucket = |(id, fingerprint): (Identity<'a>, Fingerprint)| {
+            let frame = id.frame();
+            let hash = engine.hash(&frame);
+            engine.prefetch(hash);
+            (hash, frame, fingerprint)
+        };
+        let attempts: Vec<_> = attempts.into_iter().map(bucket).collect();
+        attempts.iter().for_each(|(hash, ..)| engine.prefetch_target(*hash));
+        attempts
+    }
+
+    fn claim_hashed(
+        &self,
+        hash: u64,
+        frame: Frame,
+        fingerprint: Fingerprint,
+        translate: &mut dyn FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Result<Claim, ClaimError> {
+        let hold = self.hold();
+        let mut asked = Asked::new(fingerprint, translate);
+        let met = hold.engine().claim(hold.lane(), hash, &frame, &mut asked, false)?;
+        let other = asked.other();
+        Ok(claim::answer(hold, met, frame, fingerprint, other))
+    }
+
+    fn observe_hashed(
+        &self,
+        hash: u64,
+        frame: Frame,
+        fingerprint: Fingerprint,
+        translate: &mut dyn FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Option<Claim> {
+        let hold = self.hold();
+        let mut asked = Asked::new(fingerprint, translate);
+        let met = hold.engine().observe(hold.lane(), hash, &frame, &mut asked)?;
+        let other = asked.other();
+        Some(claim::answer(hold, met, frame, fingerprint, other))
+    }
+
+    /// The present thread's hold.
+    fn hold(&self) -> &Arc<Hold> {
+        // A power of two of them, at least one.
+        &self.holds[lane::of_thread() & (self.holds.len() - 1)]
+    }
+
+    fn engine(&self) -> &Engine {
+        self.hold().engine()
     }
 
     /// What the store knows of `id`, for operators; `None` if a caller would not see it.
     pub fn look_up(&self, id: &Identity<'_>) -> Option<Entry> {
-        let (record, view) = self.engine.live(&id.frame())?;
-        let now = self.engine.now();
-        let state = match view {
+        let engine = self.engine();
+        let shown = engine.show(&id.frame())?;
+        let state = match shown.view {
             View::InFlight | View::Lapsed => EntryState::InFlight,
             View::Held => EntryState::Held,
             View::Completed => EntryState::Completed,
             View::NotKept => EntryState::NotKept,
             View::Gone => return None,
         };
-        let since = match state {
-            EntryState::InFlight => record.claimed(),
-            _ => record.parts().settled,
-        };
         Some(Entry {
             state,
-            age: now.since(since),
-            remaining: record.word().at().since(now),
-            token: Token { owner: self.engine.owner(), number: record.token() },
-            waiters: self.engine.waiters.count(&record),
+            age: shown.age,
+            remaining: shown.remaining,
+            token: Token { owner: engine.owner(), number: shown.token },
+            waiters: shown.waiters,
         })
     }
 
@@ -403,10 +487,11 @@ impl Store {
     ///
     /// [`ResolveError`] if `id` is not held; nothing changed.
     pub fn resolve(&self, id: &Identity<'_>, as_: Resolution) -> Result<(), ResolveError> {
-        match as_ {
-            Resolution::Complete(outcome) => self.engine.resolve(&id.frame(), outcome),
-            Resolution::Release => self.engine.resolve_release(&id.frame()),
-        }
+        let outcome = match as_ {
+            Resolution::Complete(outcome) => Some(outcome),
+            Resolution::Release => None,
+        };
+        self.engine().resolve(&id.frame(), outcome)
     }
 
     /// Forgets `id`: the next claim is a new one. True if there was something to forget.
@@ -415,36 +500,32 @@ impl Store {
     ///
     /// [`Busy`] if it is in flight.
     pub fn forget(&self, id: &Identity<'_>) -> Result<bool, Busy> {
-        match self.engine.find(&id.frame()) {
-            Some(record) => self.engine.forget(&record, false),
-            None => Ok(false),
-        }
+        self.engine().forget(&id.frame(), false)
     }
 
     /// Forgets `id` even if it is in flight: its owner's token is stale from then on, and the work
     /// may run twice. True if there was something to forget.
     pub fn forget_forced(&self, id: &Identity<'_>) -> bool {
-        let record = self.engine.find(&id.frame());
-        record.is_some_and(|record| self.engine.forget(&record, true).unwrap_or(false))
+        self.engine().forget(&id.frame(), true).unwrap_or(false)
     }
 
     /// Forgets all identities of `account` that are not in flight, and says how many. Walks the
-    /// whole store, a shard at a time.
+    /// whole store, a bucket at a time.
     pub fn forget_account(&self, account: impl AsRef<[u8]>) -> usize {
-        let records = self.engine.of_account(account.as_ref());
-        records.iter().filter(|record| self.engine.forget(record, false) == Ok(true)).count()
+        self.engine().forget_account(account.as_ref())
     }
 
     /// Reaps what has ended by now, in bounded steps, and judges lapsed leases. With
     /// [`Sweep::Thread`] it need not be called.
     pub fn sweep(&self) -> Swept {
-        let now = self.engine.now();
+        let engine = self.engine();
+        let now = engine.now();
         let mut swept = Swept { reaped: 0 };
         loop {
-            let step = self.engine.sweep_step(now);
+            let step = engine.sweep_step(now);
             swept.reaped += step.reaped;
             if !step.more {
-                self.engine.trim();
+                while engine.trim() {}
                 return swept;
             }
         }
@@ -452,37 +533,37 @@ impl Store {
 
     /// Reads the gauges and counters.
     pub fn stats(&self) -> Stats {
-        self.engine.stats()
+        self.engine().stats()
     }
 
     /// Ends the taking in of new claims, for a shutdown: they get [`ClaimError::Draining`] from
     /// now on. Replays, waiting and hand-overs go on. The answer can be awaited or waited for;
     /// dropping it does not reopen the store.
     pub fn drain(&self) -> Drain {
-        self.engine.drain();
-        Drain { engine: Arc::clone(&self.engine) }
+        self.engine().drain();
+        Drain { engine: Arc::clone(self.hold().engine()) }
     }
 
     /// How long an outcome is kept.
     pub fn retention(&self) -> Duration {
-        Duration::from_millis(self.engine.settings.retention.0)
+        Duration::from_millis(self.engine().settings.retention.0)
     }
 
     /// How long an owner without a sign of life keeps its claim.
     pub fn lease(&self) -> Duration {
-        Duration::from_millis(self.engine.settings.lease.0)
+        Duration::from_millis(self.engine().settings.lease.0)
     }
 
     /// Counts a run whose completion met another run's (R9).
     #[cfg(feature = "http")]
     pub(crate) fn note_double_run(&self) {
-        self.engine.counters.double_runs.up();
+        self.hold().lane().counters.double_runs.up();
     }
 }
 
 impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store").field("engine", &self.engine).finish()
+        f.debug_struct("Store").field("engine", self.engine()).finish()
     }
 }
 

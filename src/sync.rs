@@ -1,7 +1,83 @@
-//! The one place that names atomics and locks, so that a model checker can take their place.
+//! The one place that names atomics, cells and locks, so that a model checker can take their place.
+//!
+//! Under `--cfg oncekey_loom` everything that carries an ordering is loom's. What is left to `std`
+//! there carries none: `Arc` keeps things alive, and a [`Tally`] is a number that nobody concludes
+//! anything from but its own value. A checker would only walk more ways to the same end.
 
-pub(crate) use std::sync::Arc;
-pub(crate) use std::sync::Weak;
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+pub(crate) use std::sync::{Arc, Weak, atomic::AtomicU64 as Tally};
 
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+#[cfg(not(oncekey_loom))]
+pub(crate) use self::real::*;
+#[cfg(oncekey_loom)]
+pub(crate) use self::model::*;
+
+#[cfg(not(oncekey_loom))]
+mod real {
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+    pub(crate) use parking_lot::{Condvar, Mutex};
+
+    /// Plain memory that threads hand to each other by an atomic.
+    #[derive(Debug)]
+    #[repr(transparent)]
+    pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+    impl<T> UnsafeCell<T> {
+        pub(crate) const fn new(value: T) -> Self {
+            Self(std::cell::UnsafeCell::new(value))
+        }
+
+        /// To read through.
+        pub(crate) fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
+            read(self.0.get())
+        }
+
+        /// To write through.
+        pub(crate) fn with_mut<R>(&self, write: impl FnOnce(*mut T) -> R) -> R {
+            write(self.0.get())
+        }
+    }
+}
+
+#[cfg(oncekey_loom)]
+mod model {
+    use std::time::Duration;
+
+    pub(crate) use loom::{
+        cell::UnsafeCell,
+        sync::{
+            MutexGuard,
+            atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        },
+    };
+
+    /// loom's lock with parking_lot's face: a model does not outlive a panic.
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(loom::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        }
+
+        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+            self.0.try_lock().ok()
+        }
+    }
+
+    /// No model waits here: time does not pass in one.
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar;
+
+    impl Condvar {
+        pub(crate) fn notify_all(&self) {}
+
+        pub(crate) fn wait<T>(&self, _: &mut MutexGuard<'_, T>) {}
+
+        pub(crate) fn wait_for<T>(&self, _: &mut MutexGuard<'_, T>, _: Duration) {}
+    }
+}

@@ -1,35 +1,44 @@
-//! The rules at work: what a claim meets, and how a record moves on.
+//! The rules at work: what a claim meets, and how it moves on.
 //!
-//! Ground rules: every decision is taken by one compare-and-swap of the record's state word, by
-//! whoever comes first; the other thread sees what was decided and looks again. No lock is held
-//! while another room's lock is taken, but for a record's `parts` (taken first) and a wheel's or
-//! the index's shard inside it. Time is read once for each verb.
+//! Ground rules: every decision is taken by one compare-and-swap, of a slot of the index or of a
+//! cell's state word, by whoever comes first; the other thread sees what was decided and looks
+//! again. A guard is held from the first look to the last touch. No lock is taken on the way of a
+//! claim that nobody waits for. Time is read once for each verb.
 //!
-//! This file claims; `settle.rs` ends claims; `operate.rs` serves operators and the sweep.
+//! Invariants:
+//!
+//! 1. Room: who moves a cell to `Ended` from any other state gives the claim's room back. Who moves
+//!    it to `Completed` gives back what the record does not need; the rest goes with the record.
+//! 2. Who moves a cell away from `InFlight` takes it off the lane's count and wakes its waiters.
+//! 3. A cell is retired once, by the thread that its word appoints, after the index lets go of it.
+//!
+//! This file claims; `settle.rs` ends claims; `operate.rs` serves operators; `sweep.rs` reaps.
 
 mod operate;
 mod settle;
+mod sweep;
 
 pub(crate) use settle::By;
 
 use std::{hash::BuildHasher, task::Waker, time::Duration};
 
 use crate::{
-    capacity::{Refusal, Room},
+    capacity::{Drew, Refusal, Room},
     clock::{Clock, Millis},
     error::ClaimError,
-    expire::Expiry,
+    expire::Alarm,
     fingerprint::{Fingerprint, Scheme},
-    identity::Identity,
-    index::Index,
+    identity::{Frame, Identity},
+    index::{For, Index, Seen, What},
+    lane::{self, Lane},
     outcome::Outcome,
+    reclaim::{self, Guard},
     record::{
-        Record,
+        self, Cell, Owned, Place, Record, Slabs,
         word::{Kind, View, Word},
     },
-    stats::Counters,
-    sync::{Arc, AtomicBool, AtomicU64, AtomicUsize, Mutex, Ordering},
-    waiters::{Gift, Waiters},
+    sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering},
+    waiters::{Gift, NoSeat, Ticket, Waiters},
 };
 
 /// What becomes of a permit that is dropped without a verb (R11).
@@ -73,29 +82,35 @@ pub(crate) struct Engine {
     /// The clock's reading when the store was built.
     origin: Duration,
     index: Index,
+    slabs: Slabs,
     room: Room,
-    expiry: Expiry,
+    lanes: Box<[Lane]>,
     pub(crate) waiters: Waiters,
-    pub(crate) counters: Counters,
+    alarm: Arc<Alarm>,
     /// Random for each store: tokens of two processes never meet (R9).
     owner: u64,
-    /// The next token's number. One sequence for all identities, so none repeats and each claim of
-    /// an identity has a higher number than the one before.
-    tokens: AtomicU64,
-    /// Identities in flight. `SeqCst` with `draining`: either a claim sees the drain, or the drain
-    /// sees the claim.
-    in_flight: AtomicUsize,
     draining: AtomicBool,
     /// Who waits for the end of a drain.
     drained: Mutex<Vec<Waker>>,
+    /// Held by the one thread that sweeps.
+    sweeping: Mutex<sweep::Turn>,
+    /// The slabs' number at which all tables were young (invariant 5 of the index).
+    renewed: AtomicU64,
+    /// Before this time nothing is due, as far as the last sweep knew; later claims end later.
+    next_due: AtomicU64,
 }
 
 /// What a claim has met.
 pub(crate) enum Met {
-    Won(Arc<Record>, u64),
+    Won(Owned, u64),
     Replay(Answer),
     NotKept,
-    InFlight(Arc<Record>),
+    /// An owner runs, and won at that time.
+    InFlight(Millis),
+    /// An owner runs, and the caller has a seat.
+    Seated(Ticket),
+    /// An owner runs, and there is no seat left.
+    Crowded,
     Mismatch,
     Held,
 }
@@ -152,19 +167,24 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// How an old record answers a claim.
-enum Meeting {
+/// How what is there answers a claim.
+enum Meeting<'g> {
     Answer(Met),
+    /// An owner runs.
+    InFlight(&'g Cell),
     /// The lease has lapsed and the claim may be taken over.
-    Lapsed(Word),
-    /// The record is over; a new one may take its place. The word is the one it ended with.
-    Over(Word),
+    Lapsed(&'g Cell, Word),
+    /// What was there is over; a new claim may take its place.
+    Over(Option<(Place, &'g Record)>),
+    /// It was moved on: look again.
+    Again,
 }
 
 impl Engine {
     pub(crate) fn new(
         settings: Settings,
         clock: Box<dyn Clock>,
+        max_keys: usize,
         room: Room,
         waiters: Waiters,
     ) -> Self {
@@ -172,16 +192,18 @@ impl Engine {
             settings,
             origin: clock.now(),
             clock,
-            index: Index::new(),
+            index: Index::new(max_keys),
+            slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick),
             room,
-            expiry: Expiry::new(settings.tick),
+            lanes: (0..lane::lanes()).map(Lane::new).collect(),
             waiters,
-            counters: Counters::default(),
+            alarm: Arc::default(),
             owner: std::hash::RandomState::new().hash_one(std::process::id()),
-            tokens: AtomicU64::new(1),
-            in_flight: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
             drained: Mutex::default(),
+            sweeping: Mutex::default(),
+            renewed: AtomicU64::new(0),
+            next_due: AtomicU64::new(0),
         }
     }
 
@@ -193,139 +215,159 @@ impl Engine {
         self.owner
     }
 
-    /// Makes the caller the owner of the identity in `frame`, or tells what is there.
-    pub(crate) fn claim(&self, frame: &[u8], asked: &mut Asked<'_>) -> Result<Met, ClaimError> {
-        let now = self.now();
-        let met = self.claim_at(frame, asked, now);
+    pub(crate) fn lanes(&self) -> usize {
+        self.lanes.len()
+    }
+
+    pub(crate) fn lane(&self, number: usize) -> &Lane {
+        // A power of two of them.
+        &self.lanes[number & (self.lanes.len() - 1)]
+    }
+
+    /// The lane of the present thread.
+    pub(crate) fn own_lane(&self) -> &Lane {
+        self.lane(lane::of_thread())
+    }
+
+    pub(crate) fn hash(&self, frame: &Frame) -> u64 {
+        self.index.hash(frame)
+    }
+
+    /// Asks for the memory that a claim of `hash` will read first.
+    pub(crate) fn prefetch(&self, hash: u64) {
+        self.index.prefetch(hash);
+    }
+
+    /// Asks for the memory that a claim of `hash` will read next.
+    pub(crate) fn prefetch_target(&self, hash: u64) {
+        self.index.prefetch_target(hash, &self.slabs);
+    }
+
+    /// Makes the caller the owner of the identity in `frame`, or tells what is there. With
+    /// `seated`, a caller that meets a running owner takes a seat among its waiters.
+    pub(crate) fn claim(
+        &self,
+        lane: &Lane,
+        hash: u64,
+        frame: &Frame,
+        asked: &mut Asked<'_>,
+        seated: bool,
+    ) -> Result<Met, ClaimError> {
+        let met = self.claim_at(lane, hash, frame, asked, self.now(), seated);
         match &met {
-            Ok(Met::Won(..)) => self.counters.won.up(),
-            Ok(met) => self.count(met),
-            Err(ClaimError::Full { .. }) => self.counters.refused_full.up(),
-            Err(ClaimError::AccountFull { .. }) => self.counters.refused_account.up(),
-            Err(ClaimError::Draining) => self.counters.refused_draining.up(),
+            Ok(Met::Won(..)) => lane.counters.won.up(),
+            Ok(met) => Self::count(lane, met),
+            Err(ClaimError::Full { .. }) => lane.counters.refused_full.up(),
+            Err(ClaimError::AccountFull { .. }) => lane.counters.refused_account.up(),
+            Err(ClaimError::Draining) => lane.counters.refused_draining.up(),
         }
         met
     }
 
     /// Tells what is there; `None` if a claim would win.
-    pub(crate) fn observe(&self, frame: &[u8], asked: &mut Asked<'_>) -> Option<Met> {
-        match self.meet(&self.index.find(frame)?, asked, self.now()) {
-            Meeting::Answer(met) => {
-                self.count(&met);
-                Some(met)
-            }
-            Meeting::Lapsed(_) | Meeting::Over(_) => None,
-        }
+    pub(crate) fn observe(
+        &self,
+        lane: &Lane,
+        hash: u64,
+        frame: &Frame,
+        asked: &mut Asked<'_>,
+    ) -> Option<Met> {
+        let guard = reclaim::pin();
+        let now = self.now();
+        let seen = self.index.find(hash, frame, For::Reading, &self.slabs, &guard);
+        let met = match self.meet(lane, seen.what, asked, now, &guard) {
+            Meeting::Answer(met) => met,
+            Meeting::InFlight(cell) => Met::InFlight(cell.claimed()),
+            Meeting::Lapsed(..) | Meeting::Over(_) | Meeting::Again => return None,
+        };
+        Self::count(lane, &met);
+        Some(met)
     }
 
-    fn count(&self, met: &Met) {
+    fn count(lane: &Lane, met: &Met) {
         match met {
-            Met::Won(..) => {}
-            Met::Replay(_) => self.counters.replays.up(),
-            Met::NotKept => self.counters.replays_not_kept.up(),
-            Met::InFlight(_) => self.counters.met_in_flight.up(),
-            Met::Mismatch => self.counters.mismatches.up(),
-            Met::Held => self.counters.met_held.up(),
+            Met::Won(..) | Met::Seated(_) => {}
+            Met::Replay(_) => lane.counters.replays.up(),
+            Met::NotKept => lane.counters.replays_not_kept.up(),
+            Met::InFlight(..) => lane.counters.met_in_flight.up(),
+            Met::Crowded => lane.counters.refused_waiters.up(),
+            Met::Mismatch => lane.counters.mismatches.up(),
+            Met::Held => lane.counters.met_held.up(),
         }
     }
 
     fn claim_at(
         &self,
-        frame: &[u8],
+        lane: &Lane,
+        hash: u64,
+        frame: &Frame,
         asked: &mut Asked<'_>,
         now: Millis,
+        seated: bool,
     ) -> Result<Met, ClaimError> {
-        let mut fresh = None;
-        let mut found = self.index.find(frame);
+        let guard = reclaim::pin();
+        let mut fresh = Fresh { engine: self, lane, guard: &guard, owned: None };
         loop {
-            let Some(old) = found else {
-                let new = self.fresh(&mut fresh, frame, asked.own, now)?;
-                match self.index.insert(&new) {
-                    Ok(()) => return Ok(self.won(new, now)),
-                    Err(there) => found = Some(there),
+            let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, &guard);
+            match self.meet(lane, seen.what, asked, now, &guard) {
+                Meeting::Answer(met) => return Ok(met),
+                Meeting::InFlight(cell) if !seated => {
+                    return Ok(Met::InFlight(cell.claimed()));
                 }
-                continue;
-            };
-            match self.meet(&old, asked, now) {
-                Meeting::Answer(met) => {
-                    if let Some(unused) = fresh {
-                        self.unuse(&unused);
-                    }
-                    return Ok(met);
-                }
-                Meeting::Lapsed(word) => {
+                Meeting::InFlight(cell) => match self.take_seat(cell, now) {
+                    Ok(ticket) => return Ok(Met::Seated(ticket)),
+                    Err(NoSeat::TooMany) => return Ok(Met::Crowded),
+                    Err(NoSeat::LookAgain) => {}
+                },
+                Meeting::Lapsed(cell, word) => {
                     // Room first: a claim that is refused must not have ended the old one.
-                    self.fresh(&mut fresh, frame, asked.own, now)?;
-                    self.take_over(&old, word, now);
-                    found = Some(old);
+                    fresh.make(hash, frame, asked.own, now)?;
+                    self.take_over(lane, cell, word, now);
                 }
-                Meeting::Over(word) => {
-                    let new = self.fresh(&mut fresh, frame, asked.own, now)?;
-                    if self.index.replace(&old, &new) {
-                        self.count_end(word);
-                        self.vacate(&old);
-                        return Ok(self.won(new, now));
+                Meeting::Over(over) => {
+                    let owned = fresh.make(hash, frame, asked.own, now)?;
+                    if let Some(token) = self.put(&seen, owned.cell(), now, &guard) {
+                        if let Some((place, record)) = over {
+                            self.expire_record(lane, place, record, &guard);
+                        }
+                        let owned = owned.moved();
+                        fresh.owned = None;
+                        return Ok(Met::Won(owned, token));
                     }
-                    found = self.index.find(frame);
+                }
+                Meeting::Again => {}
+            }
+        }
+    }
+
+    /// Puts the cell where `seen` was, with a token that is newer than that of whoever was there.
+    fn put(&self, seen: &Seen<'_>, cell: &Cell, now: Millis, guard: &Guard) -> Option<u64> {
+        let token = self.index.next_token(cell.hash());
+        cell.name_owner(token, now);
+        self.index.put(seen, cell, &self.slabs, guard).then_some(token)
+    }
+
+    fn take_seat(&self, cell: &Cell, now: Millis) -> Result<Ticket, NoSeat> {
+        let mut deadline = now;
+        let ticket = self.waiters.join(cell, || {
+            loop {
+                let word = cell.word();
+                deadline = word.at();
+                if word.view(now) != View::InFlight {
+                    return false;
+                }
+                if word.has_waiters() || cell.swap(word, word.with_waiters()).is_ok() {
+                    return true;
                 }
             }
-        }
-    }
-
-    /// Makes the record of a new claim, unless an earlier round has made it already.
-    fn fresh(
-        &self,
-        fresh: &mut Option<Arc<Record>>,
-        frame: &[u8],
-        fingerprint: Fingerprint,
-        now: Millis,
-    ) -> Result<Arc<Record>, ClaimError> {
-        if let Some(record) = fresh {
-            return Ok(Arc::clone(record));
-        }
-        let bytes = Record::cost(frame.len()) + self.settings.reserve;
-        let account = Identity::from_frame(frame).account();
-        if let Err(refusal) = self.room.enter(account, bytes) {
-            // What has ended already makes room, one bounded step of it.
-            let due = self.expiry.next().is_some_and(|next| next <= now);
-            if !due || self.sweep_step(now).reaped == 0 || self.room.enter(account, bytes).is_err()
-            {
-                return Err(self.refused(refusal, now));
-            }
-        }
-        self.in_flight.fetch_add(1, Ordering::SeqCst);
-        let record = Arc::new(Record::new(
-            frame.into(),
-            self.index.hash(frame),
-            fingerprint,
-            self.next_token(),
-            now,
-            now.plus(self.settings.lease),
-            bytes,
-        ));
-        if self.draining.load(Ordering::SeqCst) {
-            self.unuse(&record);
-            return Err(ClaimError::Draining);
-        }
-        *fresh = Some(Arc::clone(&record));
-        Ok(record)
-    }
-
-    /// Gives back what [`Engine::fresh`] has taken for a record that was not put in.
-    fn unuse(&self, record: &Arc<Record>) {
-        self.room.leave(record.account(), std::mem::take(&mut record.parts().room));
-        self.landed(Kind::InFlight);
-    }
-
-    fn won(&self, record: Arc<Record>, now: Millis) -> Met {
-        let lease = now.plus(self.settings.lease);
-        self.expiry.by_tick(&record, &mut record.parts(), lease);
-        let token = record.token();
-        Met::Won(record, token)
+        })?;
+        // A waiter is woken when the lease lapses (R13).
+        self.alarm.no_later_than(deadline);
+        Ok(ticket)
     }
 
     fn refused(&self, refusal: Refusal, now: Millis) -> ClaimError {
-        let next = self.expiry.next().unwrap_or(now).since(now);
+        let next = Millis(self.next_due.load(Ordering::Relaxed)).since(now);
         let retry_after = next.clamp(Duration::from_secs(1), Duration::from_secs(60));
         match refusal {
             Refusal::Store => ClaimError::Full { retry_after },
@@ -333,43 +375,83 @@ impl Engine {
         }
     }
 
-    fn next_token(&self) -> u64 {
-        self.tokens.fetch_add(1, Ordering::Relaxed)
+    /// The bytes of room that a claim takes.
+    fn room_of(&self, frame: &[u8]) -> usize {
+        record::claim_cost(frame.len()) + self.settings.reserve
     }
 
-    /// What `old` answers. The mismatch test comes before the state test (R5); only what is over
+    /// What is there answers. The mismatch test comes before the state test (R5); only what is over
     /// is not asked.
-    fn meet(&self, old: &Arc<Record>, asked: &mut Asked<'_>, now: Millis) -> Meeting {
+    fn meet<'g>(
+        &'g self,
+        lane: &Lane,
+        what: What<'g>,
+        asked: &mut Asked<'_>,
+        now: Millis,
+        guard: &'g Guard,
+    ) -> Meeting<'g> {
+        let cell = match what {
+            What::Absent => return Meeting::Over(None),
+            What::Record(place, record) => return Self::meet_record(self, place, record, asked, now),
+            What::Cell(cell) => cell,
+        };
         loop {
-            let word = old.word();
+            let word = cell.word();
             let view = word.view(now);
-            if view == View::Gone {
-                // A held record may still be settled by its owner: only a CAS ends it.
-                if word.kind() == Kind::Held && old.swap(word, word.ended()).is_err() {
+            match view {
+                View::Completed => {
+                    return match self.slabs.at(word.place(), guard) {
+                        Some(record) => self.meet_record(word.place(), record, asked, now),
+                        None => Meeting::Over(None),
+                    };
+                }
+                View::Gone if word.kind() == Kind::Ended => return Meeting::Over(None),
+                View::Gone => {
+                    // A held claim may still be settled by its owner: only a CAS ends it.
+                    if self.end(lane, cell, word, guard) {
+                        lane.counters.expired.up();
+                        return Meeting::Again;
+                    }
                     continue;
                 }
-                return Meeting::Over(word);
+                _ => {}
             }
-            match asked.fit(old.fingerprint()) {
+            match asked.fit(cell.fingerprint()) {
                 Fit::Same => {}
                 Fit::Different => return Meeting::Answer(Met::Mismatch),
                 Fit::UnknownScheme => return Meeting::Answer(Met::Held),
             }
-            return Meeting::Answer(match view {
-                View::InFlight => Met::InFlight(Arc::clone(old)),
+            return match view {
+                View::InFlight => Meeting::InFlight(cell),
                 View::Lapsed if self.lapse_holds(word) => {
-                    self.hold_lapsed(old, word, now);
+                    self.hold_lapsed(lane, cell, word, now);
                     continue;
                 }
-                View::Lapsed => return Meeting::Lapsed(word),
-                View::Held => Met::Held,
-                View::Completed => match self.answer(old, word, now) {
-                    Some(answer) => Met::Replay(answer),
-                    None => Met::NotKept,
-                },
-                View::NotKept | View::Gone => Met::NotKept,
-            });
+                View::Lapsed => Meeting::Lapsed(cell, word),
+                View::Held => Meeting::Answer(Met::Held),
+                View::NotKept | View::Completed | View::Gone => Meeting::Answer(Met::NotKept),
+            };
         }
+    }
+
+    fn meet_record<'g>(
+        &self,
+        place: Place,
+        record: &'g Record,
+        asked: &mut Asked<'_>,
+        now: Millis,
+    ) -> Meeting<'g> {
+        if record.is_over(now) {
+            return Meeting::Over(Some((place, record)));
+        }
+        Meeting::Answer(match asked.fit(&record.fingerprint()) {
+            Fit::Same => match record.outcome() {
+                Some(outcome) => Met::Replay(self.answer(outcome, record.end(), now)),
+                None => Met::NotKept,
+            },
+            Fit::Different => Met::Mismatch,
+            Fit::UnknownScheme => Met::Held,
+        })
     }
 
     /// Whether a lapse of this claim holds it (R8, R10).
@@ -378,29 +460,115 @@ impl Engine {
     }
 
     /// Ends a lapsed claim, the very one that was seen (R10): a renewal or a completion in
-    /// between wins, and the caller looks again.
-    fn take_over(&self, record: &Arc<Record>, word: Word, now: Millis) {
-        if record.swap(word, Word::new(Kind::Ended, now)).is_ok() {
-            self.landed(Kind::InFlight);
-            self.counters.lapsed.up();
-            self.counters.taken_over.up();
-            self.waiters.wake_all(record, || Gift::LookAgain);
+    /// between wins, and the caller looks again. The slot is left to who takes the place.
+    fn take_over(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis) {
+        let ended = Word::new(Kind::Ended, now).with_out(word.is_out());
+        if cell.swap(word, ended).is_ok() {
+            self.leave(lane, cell);
+            self.landed(lane, Kind::InFlight);
+            lane.counters.lapsed.up();
+            lane.counters.taken_over.up();
+            if word.has_waiters() {
+                self.waiters.wake_all(cell, || Gift::LookAgain);
+            }
         }
     }
 
-    /// Sees to it that the waiters of `record` are woken when its lease lapses (R13).
-    pub(crate) fn watch(&self, record: &Arc<Record>, deadline: Millis) {
-        self.expiry.exactly(record, &mut record.parts(), deadline);
+    /// The outcome of a record that ends at `end`.
+    pub(crate) fn answer(&self, outcome: Outcome, end: Millis, now: Millis) -> Answer {
+        let remaining = end.since(now);
+        let retention = Duration::from_millis(self.settings.retention.0);
+        Answer { outcome, age: retention.saturating_sub(remaining), remaining }
+    }
+}
+
+/// The cell of a claim that is not in the index yet, made when it is needed. Dropped, it gives back
+/// what was taken for it.
+struct Fresh<'a> {
+    engine: &'a Engine,
+    lane: &'a Lane,
+    guard: &'a Guard,
+    owned: Option<Owned>,
+}
+
+impl Fresh<'_> {
+    fn make(
+        &mut self,
+        hash: u64,
+        frame: &Frame,
+        fingerprint: Fingerprint,
+        now: Millis,
+    ) -> Result<&Owned, ClaimError> {
+        if self.owned.is_none() {
+            let (engine, lane) = (self.engine, self.lane);
+            engine.enter(lane, frame, now)?;
+            lane.in_flight.fetch_add(1, Ordering::SeqCst);
+            let deadline = now.plus(engine.settings.lease);
+            let due = engine.none_before(now);
+            let made = lane.cells.make(hash, frame, fingerprint, now, deadline, due, self.guard);
+            self.owned = Some(made);
+            if engine.draining.load(Ordering::SeqCst) {
+                return Err(ClaimError::Draining);
+            }
+        }
+        self.owned.as_ref().ok_or(ClaimError::Draining)
+    }
+}
+
+impl Drop for Fresh<'_> {
+    fn drop(&mut self) {
+        let Some(owned) = &self.owned else { return };
+        let cell = owned.cell();
+        loop {
+            // The sweep may have judged it, if this thread slept for a lease.
+            let word = cell.word();
+            if cell.swap(word, word.ended()).is_ok() {
+                if word.kind() != Kind::Ended {
+                    self.engine.leave(self.lane, cell);
+                    self.engine.landed(self.lane, word.kind());
+                }
+                // No slot has ever named it.
+                record::Cells::retire(cell, self.guard);
+                return;
+            }
+        }
+    }
+}
+
+impl Engine {
+    /// Takes room for a claim; what has ended already makes some, one bounded step of it.
+    fn enter(&self, lane: &Lane, frame: &Frame, now: Millis) -> Result<(), ClaimError> {
+        let bytes = self.room_of(frame);
+        let account = Identity::from_frame(frame).account();
+        let entered = self.room.enter(lane.number, account, bytes).or_else(|refusal| {
+            let due = self.next_due.load(Ordering::Relaxed) <= now.0;
+            if due && self.sweep_step(now).reaped != 0 {
+                self.room.enter(lane.number, account, bytes)
+            } else {
+                Err(refusal)
+            }
+        });
+        match entered {
+            Ok(Drew(true)) => {
+                self.alarm.ring_if_idle();
+                Ok(())
+            }
+            Ok(Drew(false)) => Ok(()),
+            Err(refusal) => Err(self.refused(refusal, now)),
+        }
     }
 
-    /// The outcome of a completed record, as seen in `word`.
-    pub(crate) fn answer(&self, record: &Record, word: Word, now: Millis) -> Option<Answer> {
-        let parts = record.parts();
-        Some(Answer {
-            outcome: parts.outcome.clone()?,
-            age: now.since(parts.settled),
-            remaining: word.at().since(now),
-        })
+    /// Gives the room of a claim back that is not done.
+    fn leave(&self, lane: &Lane, cell: &Cell) {
+        let frame = cell.frame();
+        let account = Identity::from_frame(frame).account();
+        self.room.leave(lane.number, account, self.room_of(frame));
+    }
+
+    /// Before this time nothing that begins now is due.
+    fn none_before(&self, now: Millis) -> Millis {
+        let Settings { lease, max_run, retention, .. } = self.settings;
+        now.plus(lease.min(max_run).min(retention))
     }
 }
 
@@ -415,6 +583,6 @@ impl std::fmt::Debug for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        self.expiry.alarm().shut();
+        self.alarm.shut();
     }
 }

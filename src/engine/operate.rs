@@ -1,131 +1,229 @@
-//! What operators and the sweep do.
+//! What operators do.
 
-use std::task::Waker;
+use std::{task::Waker, time::Duration};
 
 use crate::{
     clock::Millis,
     error::{Busy, LostCause, ResolveError},
-    identity::Identity,
+    identity::{Frame, Identity},
+    index::{For, What},
     outcome::Outcome,
+    reclaim::{self, Guard},
     record::{
-        Record,
+        Cell,
         word::{Kind, View},
     },
     stats::Stats,
     sync::{Arc, Ordering},
-    waiters::Gift,
 };
 
 use super::{Engine, settle::By};
 
-/// What one step of the sweep did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Step {
-    /// Records taken out.
-    pub(crate) reaped: usize,
-    /// Timers looked at.
-    pub(crate) looked_at: usize,
-    /// Whether more is due.
-    pub(crate) more: bool,
+/// What an operator is told of an identity.
+pub(crate) struct Shown {
+    pub(crate) view: View,
+    pub(crate) age: Duration,
+    pub(crate) remaining: Duration,
+    pub(crate) token: u64,
+    pub(crate) waiters: usize,
 }
 
 impl Engine {
-    /// The record of an identity that a caller could still see.
-    pub(crate) fn live(&self, frame: &[u8]) -> Option<(Arc<Record>, View)> {
-        let record = self.index.find(frame)?;
+    fn find<'g>(&'g self, frame: &Frame, guard: &'g Guard) -> What<'g> {
+        self.index.find(self.hash(frame), frame, For::Reading, &self.slabs, guard).what
+    }
+
+    /// The cell of an identity and what it is, or what its record is; `Gone` if a caller would not
+    /// see it.
+    fn view<'g>(&'g self, frame: &Frame, guard: &'g Guard) -> (Option<&'g Cell>, View) {
         let now = self.now();
-        let mut word = record.word();
-        if word.view(now) == View::Lapsed && self.lapse_holds(word) {
-            self.hold_lapsed(&record, word, now);
-            word = record.word();
-        }
-        match word.view(now) {
-            View::Gone => None,
-            view => Some((record, view)),
-        }
-    }
-
-    /// Settles a held identity with an outcome.
-    pub(crate) fn resolve(&self, frame: &[u8], outcome: Outcome) -> Result<(), ResolveError> {
-        let (record, view) = self.live(frame).ok_or(ResolveError::Absent)?;
-        self.resolvable(view)?;
-        match self.complete(&record, By::Operator, Some(outcome)) {
-            Ok(_) => {
-                self.counters.resolved.up();
-                Ok(())
+        let (cell, record) = match self.find(frame, guard) {
+            What::Absent => return (None, View::Gone),
+            What::Record(_, record) => (None, Some(record)),
+            What::Cell(cell) => {
+                let mut word = cell.word();
+                if word.view(now) == View::Lapsed && self.lapse_holds(word) {
+                    self.hold_lapsed(self.own_lane(), cell, word, now);
+                    word = cell.word();
+                }
+                match word.view(now) {
+                    View::Completed => (Some(cell), self.slabs.at(word.place(), guard)),
+                    view => return (Some(cell), view),
+                }
             }
-            Err(lost) => Err(unresolved(lost.cause)),
+        };
+        match record {
+            Some(record) if !record.is_over(now) && record.is_kept() => (cell, View::Completed),
+            Some(record) if !record.is_over(now) => (cell, View::NotKept),
+            _ => (cell, View::Gone),
         }
     }
 
-    /// Settles a held identity by release: the next caller runs.
-    pub(crate) fn resolve_release(&self, frame: &[u8]) -> Result<(), ResolveError> {
-        let (record, view) = self.live(frame).ok_or(ResolveError::Absent)?;
-        self.resolvable(view)?;
-        match self.release(&record, By::Operator, None) {
+    /// When the present owner has won and when its lease ends, if one runs.
+    pub(crate) fn running(&self, frame: &Frame) -> Option<(Millis, Millis)> {
+        let guard = reclaim::pin();
+        let What::Cell(cell) = self.find(frame, &guard) else { return None };
+        let word = cell.word();
+        (word.view(self.now()) == View::InFlight).then(|| (cell.claimed(), word.at()))
+    }
+
+    /// What there is to tell of an identity.
+    pub(crate) fn show(&self, frame: &Frame) -> Option<Shown> {
+        let guard = reclaim::pin();
+        // Judges a lapse, as a caller would.
+        let (_, view) = self.view(frame, &guard);
+        let now = self.now();
+        let retention = Duration::from_millis(self.settings.retention.0);
+        let of_record = |record: &crate::record::Record| {
+            let remaining = record.end().since(now);
+            let age = retention.saturating_sub(remaining);
+            Shown { view, age, remaining, token: record.token(), waiters: 0 }
+        };
+        if view == View::Gone {
+            return None;
+        }
+        match self.find(frame, &guard) {
+            What::Absent => None,
+            What::Record(_, record) => Some(of_record(record)),
+            What::Cell(cell) => {
+                let word = cell.word();
+                let since = match word.kind() {
+                    Kind::Completed => return self.slabs.at(word.place(), &guard).map(of_record),
+                    Kind::InFlight => cell.claimed(),
+                    Kind::Held | Kind::NotKept | Kind::Ended => cell.settled(),
+                };
+                Some(Shown {
+                    view,
+                    age: now.since(since),
+                    remaining: word.at().since(now),
+                    token: cell.token(),
+                    waiters: self.waiters.count(cell),
+                })
+            }
+        }
+    }
+
+    /// Settles a held identity with an outcome, or by release: then the next caller runs.
+    pub(crate) fn resolve(
+        &self,
+        frame: &Frame,
+        outcome: Option<Outcome>,
+    ) -> Result<(), ResolveError> {
+        let guard = reclaim::pin();
+        let lane = self.own_lane();
+        let cell = match self.view(frame, &guard) {
+            (Some(cell), View::Held) => cell,
+            (_, View::InFlight | View::Lapsed) => return Err(ResolveError::InFlight),
+            (_, View::Completed | View::NotKept) => return Err(ResolveError::Completed),
+            (_, View::Gone | View::Held) => return Err(ResolveError::Absent),
+        };
+        let settled = match outcome {
+            Some(outcome) => self
+                .complete(lane, cell, By::Operator, Some(outcome), &guard)
+                .map(drop)
+                .map_err(|lost| lost.cause),
+            None => self.release_held(lane, cell, &guard),
+        };
+        match settled {
             Ok(()) => {
-                self.counters.resolved.up();
+                lane.counters.resolved.up();
                 Ok(())
             }
-            Err(lost) => Err(unresolved(lost.cause)),
-        }
-    }
-
-    fn resolvable(&self, view: View) -> Result<(), ResolveError> {
-        match view {
-            View::Held => Ok(()),
-            View::InFlight | View::Lapsed => Err(ResolveError::InFlight),
-            View::Completed | View::NotKept => Err(ResolveError::Completed),
-            View::Gone => Err(ResolveError::Absent),
+            Err(LostCause::Completed) => Err(ResolveError::Completed),
+            Err(LostCause::Held) => Err(ResolveError::InFlight),
+            Err(LostCause::Ended) => Err(ResolveError::Absent),
         }
     }
 
     /// Forgets an identity. True if a caller could have seen it.
-    pub(crate) fn forget(&self, record: &Arc<Record>, force: bool) -> Result<bool, Busy> {
-        loop {
-            let word = record.word();
-            let view = word.view(self.now());
-            match word.kind() {
-                Kind::InFlight if !force => return Err(Busy),
-                Kind::InFlight | Kind::Held => {
-                    if record.swap(word, word.ended()).is_err() {
-                        continue;
+    pub(crate) fn forget(&self, frame: &Frame, force: bool) -> Result<bool, Busy> {
+        let guard = reclaim::pin();
+        let what = self.find(frame, &guard);
+        self.forget_what(what, force, &guard)
+    }
+
+    fn forget_what(&self, what: What<'_>, force: bool, guard: &Guard) -> Result<bool, Busy> {
+        let lane = self.own_lane();
+        let now = self.now();
+        let (place, record) = match what {
+            What::Absent => return Ok(false),
+            What::Record(place, record) => (place, Some(record)),
+            What::Cell(cell) => loop {
+                let word = cell.word();
+                let seen = word.view(now) != View::Gone;
+                match word.kind() {
+                    Kind::InFlight if !force => return Err(Busy),
+                    Kind::InFlight | Kind::Held | Kind::NotKept => {
+                        if !self.end(lane, cell, word, guard) {
+                            continue;
+                        }
+                        if seen {
+                            lane.counters.forgotten.up();
+                        } else {
+                            lane.counters.expired.up();
+                        }
+                        return Ok(seen);
                     }
-                    self.landed(word.kind());
+                    Kind::Completed => break (word.place(), self.slabs.at(word.place(), guard)),
+                    Kind::Ended => return Ok(false),
                 }
-                Kind::Completed | Kind::NotKept | Kind::Ended => {}
-            }
-            let forgotten = self.unlink(record) && view != View::Gone;
-            if word.has_waiters() {
-                self.waiters.wake_all(record, || Gift::LookAgain);
-            }
-            if forgotten {
-                self.counters.forgotten.up();
-            }
-            return Ok(forgotten);
+            },
+        };
+        let Some(record) = record else { return Ok(false) };
+        let seen = !record.is_over(now);
+        if !seen {
+            self.expire_record(lane, place, record, guard);
+            return Ok(false);
         }
+        let forgotten = self.slabs.kill(place, record, guard);
+        if forgotten {
+            self.leave_record(lane, record);
+            lane.counters.forgotten.up();
+        }
+        Ok(forgotten)
     }
 
-    pub(crate) fn find(&self, frame: &[u8]) -> Option<Arc<Record>> {
-        self.index.find(frame)
+    /// Forgets all identities of an account that are not in flight, and says how many.
+    pub(crate) fn forget_account(&self, account: &[u8]) -> usize {
+        let mut forgotten = 0;
+        let mut position = Some(0);
+        while let Some(at) = position {
+            // One guard for each bucket, so that nothing is held back for long.
+            let guard = reclaim::pin();
+            position = self.index.walk(at, &self.slabs, &guard, &mut |what| {
+                let frame: &[u8] = match what {
+                    What::Absent => return,
+                    What::Cell(cell) => cell.frame(),
+                    What::Record(_, record) => record.frame(),
+                };
+                if Identity::from_frame(frame).account() == account {
+                    let was_seen = self.forget_what(what, false, &guard) == Ok(true);
+                    forgotten += usize::from(was_seen);
+                }
+            });
+        }
+        forgotten
     }
 
-    /// All records of an account.
-    pub(crate) fn of_account(&self, account: &[u8]) -> Vec<Arc<Record>> {
-        self.index.pick(|record| Identity::from_frame(record.frame()).account() == account)
+    /// Identities in flight.
+    pub(super) fn in_flight(&self) -> usize {
+        // A claim may be taken off in another lane than the one it was added in.
+        let counts = self.lanes.iter().map(|lane| lane.in_flight.load(Ordering::SeqCst));
+        counts.fold(0, usize::wrapping_add)
     }
 
     pub(crate) fn stats(&self) -> Stats {
+        let (keys, bytes) = self.room.used();
         let mut stats = Stats {
-            keys: self.room.keys(),
-            bytes: self.room.bytes(),
-            in_flight: self.in_flight.load(Ordering::SeqCst),
+            keys,
+            bytes,
+            in_flight: self.in_flight(),
             waiters: self.waiters.total(),
             nearly_full: self.room.nearly_full(),
-            sweep_alive: !self.expiry.alarm().is_dead(),
+            sweep_alive: !self.alarm.is_dead(),
             ..Stats::default()
         };
-        self.counters.read_into(&mut stats);
+        self.lanes.iter().for_each(|lane| lane.counters.read_into(&mut stats));
         stats
     }
 
@@ -136,110 +234,16 @@ impl Engine {
 
     /// Whether nothing is in flight; if something is, `waker` is called when it has landed.
     pub(crate) fn is_drained(&self, waker: &Waker) -> bool {
-        // Listed before the count is read: who lands last either is seen or sees the waker.
+        // Listed before the counts are read: who lands last either is seen or sees the waker.
         let mut drained = self.drained.lock();
-        if self.in_flight.load(Ordering::SeqCst) == 0 {
-            return true;
-        }
         if !drained.iter().any(|listed| listed.will_wake(waker)) {
             drained.push(waker.clone());
         }
-        false
+        drop(drained);
+        self.in_flight() == 0
     }
 
     pub(crate) fn alarm(&self) -> &Arc<crate::expire::Alarm> {
-        self.expiry.alarm()
-    }
-
-    /// A time before which nothing is due.
-    pub(crate) fn next_due(&self) -> Option<Millis> {
-        self.expiry.next()
-    }
-
-    /// Looks at a bounded number of records whose timers have fired (R24).
-    pub(crate) fn sweep_step(&self, now: Millis) -> Step {
-        let mut fired = Vec::new();
-        let more = self.expiry.fired(now, &mut fired);
-        let looked_at = fired.len();
-        let reaped = fired.into_iter().map(|record| self.fire(&record, now)).filter(|it| *it);
-        Step { reaped: reaped.count(), looked_at, more }
-    }
-
-    /// Gives memory back that a burst has left behind (R26).
-    pub(crate) fn trim(&self) {
-        self.index.shrink_if_sparse();
-    }
-
-    /// Looks at one record whose timer has fired; true if it was taken out.
-    fn fire(&self, record: &Arc<Record>, now: Millis) -> bool {
-        {
-            // A timer set for later by somebody else in the meantime stays.
-            let mut parts = record.parts();
-            parts.timer = parts.timer.filter(|(_, set)| *set > now);
-        }
-        loop {
-            let word = record.word();
-            match word.view(now) {
-                View::InFlight if word.has_waiters() => {
-                    self.expiry.exactly(record, &mut record.parts(), word.at());
-                    return false;
-                }
-                View::InFlight | View::Held | View::Completed | View::NotKept => {
-                    self.expiry.by_tick(record, &mut record.parts(), word.at());
-                    return false;
-                }
-                View::Lapsed if self.lapse_holds(word) => {
-                    // Its end has a new timer now.
-                    self.hold_lapsed(record, word, now);
-                    return false;
-                }
-                View::Lapsed => {
-                    // Waits for who takes it over, one of its waiters or a caller to come, until
-                    // its retention ends (T3).
-                    let end = word.at().plus(self.settings.retention);
-                    if now < end {
-                        self.expiry.by_tick(record, &mut record.parts(), end);
-                        if word.has_waiters() {
-                            self.waiters.wake_all(record, || Gift::LookAgain);
-                        }
-                        return false;
-                    }
-                    if record.swap(word, word.ended()).is_ok() {
-                        self.counters.lapsed.up();
-                        self.landed(Kind::InFlight);
-                        self.waiters.wake_all(record, || Gift::LookAgain);
-                        return self.reap(record, word);
-                    }
-                }
-                View::Gone => {
-                    if word.kind() != Kind::Held || record.swap(word, word.ended()).is_ok() {
-                        return self.reap(record, word);
-                    }
-                }
-            }
-        }
-    }
-
-    fn reap(&self, record: &Arc<Record>, word: crate::record::word::Word) -> bool {
-        let reaped = self.unlink(record);
-        if reaped {
-            self.count_end(word);
-        }
-        reaped
-    }
-
-    /// Counts a record that ended by its retention; what ended otherwise was counted then.
-    pub(super) fn count_end(&self, word: crate::record::word::Word) {
-        if word.kind() != Kind::Ended {
-            self.counters.expired.up();
-        }
-    }
-}
-
-fn unresolved(cause: LostCause) -> ResolveError {
-    match cause {
-        LostCause::Completed => ResolveError::Completed,
-        LostCause::Held => ResolveError::InFlight,
-        LostCause::Ended => ResolveError::Absent,
+        &self.alarm
     }
 }

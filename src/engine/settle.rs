@@ -3,258 +3,387 @@
 use crate::{
     clock::Millis,
     error::{Lost, LostCause},
+    lane::Lane,
     outcome::Outcome,
+    reclaim::{self, Guard},
     record::{
-        Record,
+        Cell, Cells, Finished, Owned, Place, Record,
         word::{Kind, Word},
     },
-    sync::{Arc, Ordering},
+    sync::Ordering,
     waiters::Gift,
 };
 
 use super::Engine;
 
-/// Who settles a record.
+/// Who settles a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum By {
-    /// The owner with this token: from in flight, and from held, because a lapsed lease alone does
-    /// not make a token stale (R9).
-    Owner(u64),
+    /// The owner, with the one permit: from in flight, and from held, because a lapsed lease alone
+    /// does not make a token stale (R9).
+    Owner,
     /// An operator: from held only.
     Operator,
 }
 
 impl By {
-    /// Why `record` in state `word` cannot be settled, if so.
-    fn stale(self, record: &Record, word: Word) -> Option<LostCause> {
+    /// Why a claim in state `word` cannot be settled, if so.
+    fn stale(self, word: Word) -> Option<LostCause> {
         match word.kind() {
             Kind::Completed | Kind::NotKept => Some(LostCause::Completed),
             Kind::Ended => Some(LostCause::Ended),
-            Kind::InFlight | Kind::Held => match self {
-                Self::Owner(token) => (token != record.token()).then_some(LostCause::Ended),
-                Self::Operator => (word.kind() != Kind::Held).then_some(LostCause::Held),
-            },
+            Kind::InFlight if self == Self::Operator => Some(LostCause::Held),
+            Kind::InFlight | Kind::Held => None,
         }
+    }
+
+    /// Whether a permit is still out after this one has settled the claim.
+    fn leaves_out(self, word: Word) -> bool {
+        self == Self::Operator && word.is_out()
     }
 }
 
 impl Engine {
-    /// Finishes a claim with an answer, or without one kept. Answers whether it was kept.
+    /// Finishes a claim with an answer, or without one kept. Answers whether it was kept. Whatever
+    /// comes of it, an owner's permit is used up.
     pub(crate) fn complete(
         &self,
-        record: &Arc<Record>,
+        lane: &Lane,
+        cell: &Cell,
         by: By,
         answer: Option<Outcome>,
+        guard: &Guard,
     ) -> Result<bool, Lost> {
         let now = self.now();
-        let end = now.plus(self.settings.retention);
-        let own = Record::cost(record.frame().len());
-        // Held from before the state moves until the outcome is in place (record invariant 2).
-        let mut parts = record.parts();
-        let mut word = record.word();
-        if let Some(cause) = by.stale(record, word) {
-            drop(parts);
-            return Err(self.lost(cause, answer));
+        let mut word = cell.word();
+        if let Some(cause) = by.stale(word) {
+            return Err(self.lost_permit(lane, cell, by, cause, answer, guard));
         }
-        let wanted = own + answer.as_ref().map_or(0, Outcome::size);
-        let more = wanted.saturating_sub(parts.room);
-        let fits = more == 0 || self.room.grow(more);
-        let kept = answer.is_some() && fits;
-        let kind = if kept { Kind::Completed } else { Kind::NotKept };
-        while let Err(moved) = record.swap(word, Word::new(kind, end)) {
+        let end = now.plus(self.settings.retention);
+        let reserved = self.room_of(cell.frame());
+        let mut finished = Finished {
+            frame: cell.frame(),
+            fingerprint: cell.fingerprint(),
+            token: cell.token(),
+            end,
+            outcome: answer.as_ref(),
+        };
+        let mut cost = finished.cost();
+        let mut more = cost.saturating_sub(reserved);
+        if !self.room.grow(lane.number, more) {
+            finished.outcome = None;
+            (cost, more) = (finished.cost(), 0);
+        }
+        let kept = finished.outcome.is_some();
+        let written = self.slabs.write(lane.number, &finished, now, guard);
+        self.renew_tables(guard);
+        let done = match &written {
+            Some((place, _)) => Word::completed(*place),
+            // No slab: the cell itself remembers that the work was done.
+            None => Word::new(Kind::NotKept, end),
+        };
+        while let Err(moved) = cell.swap(word, done.with_out(by.leaves_out(word))) {
             word = moved;
-            if let Some(cause) = by.stale(record, word) {
-                drop(parts);
-                if fits {
-                    self.room.shrink(more);
+            if let Some(cause) = by.stale(word) {
+                if let Some((place, record)) = written {
+                    self.slabs.withdraw(place, record, guard);
                 }
-                return Err(self.lost(cause, answer));
+                self.room.shrink(lane.number, more);
+                return Err(self.lost_permit(lane, cell, by, cause, answer, guard));
             }
         }
-        let taken = parts.room + if fits { more } else { 0 };
-        parts.room = if kept { wanted } else { own };
-        self.room.shrink(taken.saturating_sub(parts.room));
+        let kept = kept && written.is_some();
+        if let Some((place, record)) = written {
+            self.slabs.confirm(record);
+            self.index.swing(cell, Some(place), &self.slabs, guard);
+            self.room.shrink(lane.number, (reserved + more).saturating_sub(cost));
+        } else {
+            self.room.shrink(lane.number, more);
+        }
         if !kept && answer.is_some() {
-            self.counters.not_kept_no_room.up();
+            lane.counters.not_kept_no_room.up();
         }
-        parts.settled = now;
-        if kept {
-            parts.outcome = answer;
-        }
-        self.expiry.by_tick(record, &mut parts, end);
-        drop(parts);
-        if kept { &self.counters.completed } else { &self.counters.not_kept }.up();
-        self.landed(word.kind());
+        if kept { &lane.counters.completed } else { &lane.counters.not_kept }.up();
+        self.landed(lane, word.kind());
         if word.has_waiters() {
-            self.waiters.wake_all(record, || Gift::LookAgain);
+            let kept = answer.filter(|_| kept);
+            self.waiters.wake_all(cell, || match &kept {
+                Some(outcome) => {
+                    Gift::Completed { outcome: outcome.clone(), settled: now, end }
+                }
+                None => Gift::NotKept,
+            });
+        }
+        if written.is_some() && !by.leaves_out(word) {
+            Cells::retire(cell, guard);
         }
         Ok(kept)
     }
 
+    /// Rebuilds tables before slabs' numbers come round (invariant 5 of the index).
+    fn renew_tables(&self, guard: &Guard) {
+        let number = self.slabs.number();
+        if number.saturating_sub(self.renewed.load(Ordering::Relaxed)) >= 1 << 26 {
+            self.index.renew(number, &self.slabs, guard);
+            self.renewed.store(number, Ordering::Relaxed);
+        }
+    }
+
     /// Gives an identity up. With an answer, the waiters present get it; else the oldest of them
-    /// becomes the owner (R14).
+    /// becomes the owner (R14). Whatever comes of it, the permit is used up.
     pub(crate) fn release(
         &self,
-        record: &Arc<Record>,
-        by: By,
+        lane: &Lane,
+        owned: &Owned,
         answer: Option<Outcome>,
     ) -> Result<(), Lost> {
+        let guard = reclaim::pin();
+        let cell = owned.cell();
         loop {
-            let word = record.word();
-            if let Some(cause) = by.stale(record, word) {
-                return Err(self.lost(cause, answer));
+            let word = cell.word();
+            if let Some(cause) = By::Owner.stale(word) {
+                return Err(self.lost_permit(lane, cell, By::Owner, cause, answer, &guard));
             }
             let heirs = word.kind() == Kind::InFlight && word.has_waiters() && answer.is_none();
-            if heirs && self.hand_over(record, word) {
-                self.counters.released.up();
+            if heirs && self.hand_over(lane, owned, word) {
+                lane.counters.released.up();
                 return Ok(());
             }
             // No heir: either nobody is listed any more, or the state has moved. A registration
             // that slips in between sets no new bit, but its waiter is woken below.
-            if record.swap(word, word.ended()).is_ok() {
-                self.counters.released.up();
-                self.unlink(record);
-                self.landed(word.kind());
-                if word.has_waiters() {
-                    self.waiters.wake_all(record, || match &answer {
-                        Some(answer) => Gift::Answer(answer.clone()),
-                        None => Gift::LookAgain,
-                    });
-                }
+            if self.release_from(lane, cell, By::Owner, word, answer.as_ref(), &guard) {
                 return Ok(());
             }
         }
     }
 
-    /// Makes the oldest waiter the owner; false if there was none or the state has moved.
-    fn hand_over(&self, record: &Arc<Record>, word: Word) -> bool {
-        let now = self.now();
-        let deadline = now.plus(self.settings.lease);
-        let heir = self.waiters.wake_heir(record, || {
-            let before = record.token();
-            let token = self.next_token();
-            record.hand_over(token, now);
-            let next = Word::new(Kind::InFlight, deadline).with_waiters();
-            if record.swap(word, next).is_err() {
-                record.hand_over(before, now);
-                return None;
+    /// As `release`, of a held claim, by an operator.
+    pub(super) fn release_held(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        guard: &Guard,
+    ) -> Result<(), LostCause> {
+        loop {
+            let word = cell.word();
+            if let Some(cause) = By::Operator.stale(word) {
+                return Err(cause);
             }
-            Some(token)
+            if self.release_from(lane, cell, By::Operator, word, None, guard) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn release_from(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        by: By,
+        word: Word,
+        answer: Option<&Outcome>,
+        guard: &Guard,
+    ) -> bool {
+        let out = by.leaves_out(word);
+        if cell.swap(word, word.ended().with_out(out)).is_err() {
+            return false;
+        }
+        lane.counters.released.up();
+        if word.has_waiters() {
+            self.waiters.wake_all(cell, || match answer {
+                Some(answer) => Gift::Answer(answer.clone()),
+                None => Gift::LookAgain,
+            });
+        }
+        self.ended(lane, cell, word.kind(), out, guard);
+        true
+    }
+
+    /// Makes the oldest waiter the owner; false if there was none or the state has moved.
+    fn hand_over(&self, lane: &Lane, owned: &Owned, word: Word) -> bool {
+        let now = self.now();
+        let cell = owned.cell();
+        let deadline = now.plus(self.settings.lease);
+        let next = Word::new(Kind::InFlight, deadline).with_waiters().with_out(true);
+        let heir = self.waiters.wake_heir(cell, || {
+            cell.swap(word, next).ok()?;
+            let token = self.index.next_token(cell.hash());
+            cell.name_owner(token, now);
+            Some((owned.moved(), token))
         });
         if heir {
-            self.expiry.exactly(record, &mut record.parts(), deadline);
-            self.counters.handed_over.up();
-            self.counters.won.up();
+            lane.counters.handed_over.up();
+            lane.counters.won.up();
         }
         heir
     }
 
-    /// Shuts an identity because nobody knows whether the work was done.
-    pub(crate) fn hold(&self, record: &Arc<Record>, token: u64) -> Result<(), Lost> {
+    /// Shuts an identity because nobody knows whether the work was done. The permit is used up.
+    pub(crate) fn hold(&self, lane: &Lane, owned: &Owned) -> Result<(), Lost> {
+        let guard = reclaim::pin();
         let now = self.now();
+        let cell = owned.cell();
         loop {
-            let word = record.word();
-            if let Some(cause) = By::Owner(token).stale(record, word) {
-                return Err(self.lost(cause, None));
+            let word = cell.word();
+            if let Some(cause) = By::Owner.stale(word) {
+                return Err(self.lost_permit(lane, cell, By::Owner, cause, None, &guard));
             }
-            if word.kind() == Kind::Held || self.hold_from(record, word, now) {
+            if word.kind() == Kind::Held {
+                self.let_go(cell, &guard);
+                return Ok(());
+            }
+            if self.hold_from(lane, cell, word, now, false) {
                 return Ok(());
             }
         }
     }
 
     /// Holds a claim whose lease has lapsed. A renewal or completion in between wins.
-    pub(super) fn hold_lapsed(&self, record: &Arc<Record>, word: Word, now: Millis) {
-        if self.hold_from(record, word, now) {
-            self.counters.lapsed.up();
+    pub(super) fn hold_lapsed(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis) {
+        if self.hold_from(lane, cell, word, now, word.is_out()) {
+            lane.counters.lapsed.up();
         }
     }
 
-    fn hold_from(&self, record: &Arc<Record>, word: Word, now: Millis) -> bool {
+    fn hold_from(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis, out: bool) -> bool {
         let end = now.plus(self.settings.retention);
-        if record.swap(word, Word::new(Kind::Held, end)).is_err() {
+        if cell.swap(word, Word::new(Kind::Held, end).with_out(out)).is_err() {
             return false;
         }
-        let mut parts = record.parts();
-        parts.settled = now;
-        self.expiry.by_tick(record, &mut parts, end);
-        drop(parts);
-        self.counters.held.up();
-        self.landed(Kind::InFlight);
+        cell.settle(now);
+        lane.counters.held.up();
+        self.landed(lane, Kind::InFlight);
         if word.has_waiters() {
-            self.waiters.wake_all(record, || Gift::LookAgain);
+            self.waiters.wake_all(cell, || Gift::Held);
         }
         true
     }
 
     /// Moves the deadline of a lease to a lease from now, never backwards.
-    pub(crate) fn renew(&self, record: &Arc<Record>, token: u64) -> Result<(), Lost> {
+    pub(crate) fn renew(&self, lane: &Lane, owned: &Owned) -> Result<(), Lost> {
         let deadline = self.now().plus(self.settings.lease);
-        self.redate(record, token, |word| word.with_at(word.at().max(deadline)))
+        self.redate(lane, owned, |word| word.with_at(word.at().max(deadline)))
     }
 
     /// Takes the claim as renewed from now on, until `max_run` from now (R8).
-    pub(crate) fn attend(&self, record: &Arc<Record>, token: u64) -> Result<(), Lost> {
+    pub(crate) fn attend(&self, lane: &Lane, owned: &Owned) -> Result<(), Lost> {
         let deadline = self.now().plus(self.settings.max_run);
-        self.redate(record, token, |word| {
+        self.redate(lane, owned, |word| {
             if word.is_attended() { word } else { word.with_at(deadline).attended() }
         })
     }
 
     fn redate(
         &self,
-        record: &Arc<Record>,
-        token: u64,
+        lane: &Lane,
+        owned: &Owned,
         next: impl Fn(Word) -> Word,
     ) -> Result<(), Lost> {
+        let cell = owned.cell();
         loop {
-            let word = record.word();
-            let stale = By::Owner(token).stale(record, word);
+            let word = cell.word();
             let held = (word.kind() == Kind::Held).then_some(LostCause::Held);
-            if let Some(cause) = stale.or(held) {
-                return Err(self.lost(cause, None));
+            if let Some(cause) = By::Owner.stale(word).or(held) {
+                return Err(Self::lost(lane, cause, None));
             }
             let next = next(word);
-            if record.swap(word, next).is_ok() {
-                // A lease cut short (attended for less than a lease) must still be seen in time.
-                self.expiry.by_tick(record, &mut record.parts(), next.at());
+            if cell.swap(word, next).is_ok() {
+                if next.has_waiters() && next.at() < word.at() {
+                    // A lease cut short (attended for less than a lease).
+                    self.alarm.no_later_than(next.at());
+                }
                 return Ok(());
             }
         }
     }
 
-    fn lost(&self, cause: LostCause, outcome: Option<Outcome>) -> Lost {
-        self.counters.lost.up();
+    fn lost(lane: &Lane, cause: LostCause, outcome: Option<Outcome>) -> Lost {
+        lane.counters.lost.up();
         Lost { cause, outcome }
     }
 
-    /// Called by whoever moved a record out of `from`.
-    pub(super) fn landed(&self, from: Kind) {
+    fn lost_permit(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        by: By,
+        cause: LostCause,
+        outcome: Option<Outcome>,
+        guard: &Guard,
+    ) -> Lost {
+        if by == By::Owner {
+            self.let_go(cell, guard);
+        }
+        Self::lost(lane, cause, outcome)
+    }
+
+    /// The permit is used up, and the claim is not in flight.
+    fn let_go(&self, cell: &Cell, guard: &Guard) {
+        let mut word = cell.word();
+        while let Err(moved) = cell.swap(word, word.with_out(false)) {
+            word = moved;
+        }
+        if word.is_final() {
+            let to = (word.kind() == Kind::Completed).then(|| word.place());
+            // Who settled it may not have come so far.
+            self.index.swing(cell, to, &self.slabs, guard);
+            Cells::retire(cell, guard);
+        }
+    }
+
+    /// Ends a claim whose time is over, from `word`; false if it has moved.
+    pub(super) fn end(&self, lane: &Lane, cell: &Cell, word: Word, guard: &Guard) -> bool {
+        let out = word.is_out();
+        if cell.swap(word, word.ended().with_out(out)).is_err() {
+            return false;
+        }
+        if word.has_waiters() {
+            self.waiters.wake_all(cell, || Gift::LookAgain);
+        }
+        self.ended(lane, cell, word.kind(), out, guard);
+        true
+    }
+
+    /// Called by whoever moved a claim from `from` to its end, where `out` tells whether a permit
+    /// still has the cell.
+    fn ended(&self, lane: &Lane, cell: &Cell, from: Kind, out: bool, guard: &Guard) {
+        self.leave(lane, cell);
+        self.landed(lane, from);
+        self.index.swing(cell, None, &self.slabs, guard);
+        if !out {
+            Cells::retire(cell, guard);
+        }
+    }
+
+    /// Called by whoever moved a claim out of `from`.
+    pub(super) fn landed(&self, lane: &Lane, from: Kind) {
         if from != Kind::InFlight {
             return;
         }
-        let before = self.in_flight.fetch_sub(1, Ordering::SeqCst);
-        if before == 1 && self.draining.load(Ordering::SeqCst) {
-            for waker in std::mem::take(&mut *self.drained.lock()) {
-                waker.wake();
-            }
+        lane.in_flight.fetch_sub(1, Ordering::SeqCst);
+        if self.draining.load(Ordering::SeqCst) && self.in_flight() == 0 {
+            let wakers = std::mem::take(&mut *self.drained.lock());
+            wakers.into_iter().for_each(std::task::Waker::wake);
         }
     }
 
-    /// Takes a record out of the index, if it is there.
-    pub(super) fn unlink(&self, record: &Arc<Record>) -> bool {
-        let was_there = self.index.remove(record);
-        if was_there {
-            self.vacate(record);
+    /// Makes a record dead whose end has come, and gives its room back.
+    pub(super) fn expire_record(
+        &self,
+        lane: &Lane,
+        place: Place,
+        record: &Record,
+        guard: &Guard,
+    ) {
+        if self.slabs.kill(place, record, guard) {
+            self.leave_record(lane, record);
+            lane.counters.expired.up();
         }
-        was_there
     }
 
-    /// Gives back what a record has taken that was in the index (record invariant 3).
-    pub(super) fn vacate(&self, record: &Arc<Record>) {
-        let mut parts = record.parts();
-        parts.linked = false;
-        self.expiry.cancel(record, &mut parts);
-        self.room.leave(record.account(), std::mem::take(&mut parts.room));
+    /// Gives the room of a record back. The caller has made it dead.
+    pub(super) fn leave_record(&self, lane: &Lane, record: &Record) {
+        let account = crate::identity::Identity::from_frame(record.frame()).account();
+        self.room.leave(lane.number, account, record.cost());
     }
 }

@@ -1,96 +1,520 @@
-//! Finds the record of an identity, or makes it: the one place where two claims of one identity
-//! meet.
+//! Identity -> what is there: the place where two claims of one identity meet.
+//!
+//! ```text
+//! hash   63 ...... | shard 6..10 | bucket: `bits` .............. | rest         |
+//!                                | 4 bits | tag: 18 bits ........|
+//! Shard  | root -> Table | tokens |
+//! Table  | buckets | next -> Table | cursor | done | overflow |
+//! Bucket | slot | slot | slot | slot | slot | slot | slot | link |    64 bytes, one line
+//! slot   63 frozen | 62..45 tag | 44 kind | 43..0 which          0 empty, 1 tombstone
+//!        kind 0: a cell, its address / 16      kind 1: a record, its `Place`
+//! link   address of an overflow bucket | 2 frozen | 1 done (head of a chain only)
+//! ```
 //!
 //! Ground rules: the index knows identities as framed bytes and compares them exactly (R1). Its
-//! hash is keyed for each store (R27). It holds at most one record for an identity; a record is
-//! replaced or removed only by who names the very record it means. No lock is held when a method
-//! returns.
+//! hash is keyed for each store (R27). Who reads a slot or what it names holds a guard.
+//!
+//! Invariants:
+//!
+//! 1. Slots of a chain fill in order, from empty, by compare-and-swap; a slot never becomes empty
+//!    again. So all claims of an absent identity meet in the first empty slot, and one wins.
+//! 2. A slot that is not empty changes to another reference for the same identity, or to a
+//!    tombstone. A claim that finds a slot whose record is gone with its slab cannot know whose it
+//!    was: it makes it a tombstone before it goes on, because another claim, which has seen the
+//!    record while it was there, may be about to replace it.
+//! 3. A table with a `next` is moved there bucket by bucket, by whoever comes by; nobody waits for
+//!    anybody (see `table.rs`). A bucket is current until its head is done; then `next` is.
+//! 4. `done` is looked at after a slot and before what it names: a reference that was current while
+//!    the caller had a guard is safe to follow.
+//! 5. A table never meets 2^27 slabs that are younger than itself: it is rebuilt before, and what is
+//!    gone is not copied. So no slot is left that names a slab by a number that has come back.
+//!
+//! Tokens are counted by shard. A claim takes its number after it has seen that there is nothing,
+//! and whoever was there before has taken his before that: numbers of an identity go up.
 
-use dashmap::{DashMap, Entry};
+// Room 3 of 3 with unsafe code: tables and buckets are memory that threads hand to each other.
+#![allow(unsafe_code)]
+
+mod slot;
+mod table;
 
 use crate::{
-    record::Record,
-    sync::{Arc, AtomicUsize, Ordering},
+    reclaim::{self, Guard},
+    record::{Cell, Place, Record, Slabs, word::Kind},
+    sync::{AtomicU64, Ordering},
 };
 
-/// Identity -> record.
+use self::{
+    slot::{Tag, Target, Value},
+    table::{Next, Table},
+};
+
+/// How an identity is looked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum For {
+    /// To read: nothing is written.
+    Reading,
+    /// To claim: what stands in the way of a claim is cleared, and buckets are moved on.
+    Claiming,
+}
+
+/// Identity -> cell or record.
 pub(crate) struct Index {
-    map: DashMap<Arc<[u8]>, Arc<Record>, ahash::RandomState>,
-    /// Removals since the table was last looked at for shrinking.
-    removed: AtomicUsize,
+    hasher: ahash::RandomState,
+    shards: Box<[Shard]>,
+    shard_bits: u32,
+}
+
+/// Kept apart, so that counters of one do not slow down another.
+#[repr(align(64))]
+struct Shard {
+    /// The address of the table in use; zero until the first claim.
+    root: AtomicU64,
+    tokens: AtomicU64,
+}
+
+/// What was found, and in which slot.
+pub(crate) struct Seen<'g> {
+    spot: Option<Spot<'g>>,
+    pub(crate) what: What<'g>,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum What<'g> {
+    Absent,
+    Cell(&'g Cell),
+    Record(Place, &'g Record),
+}
+
+struct Spot<'g> {
+    slot: &'g AtomicU64,
+    value: Value,
 }
 
 impl Index {
-    pub(crate) fn new() -> Self {
+    /// An index for at most `max_keys` identities.
+    pub(crate) fn new(max_keys: usize) -> Self {
+        // Shards of at most 128 Ki keys, so that no table is so large that making one is felt.
+        let wanted = (max_keys >> 17).max(1).next_power_of_two().ilog2();
+        let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(6, 10) };
+        let shard = || Shard { root: AtomicU64::new(0), tokens: AtomicU64::new(1) };
         Self {
-            map: DashMap::with_hasher(ahash::RandomState::new()),
-            removed: AtomicUsize::new(0),
+            hasher: ahash::RandomState::new(),
+            shards: (0..1_usize << shard_bits).map(|_| shard()).collect(),
+            shard_bits,
         }
     }
 
     pub(crate) fn hash(&self, frame: &[u8]) -> u64 {
-        self.map.hasher().hash_one(frame)
+        if cfg!(oncekey_loom) {
+            // A model chooses where identities stand.
+            return u64::from(frame.last().copied().unwrap_or(0)) << 56;
+        }
+        self.hasher.hash_one(frame)
     }
 
-    pub(crate) fn find(&self, frame: &[u8]) -> Option<Arc<Record>> {
-        self.map.get(frame).map(|found| Arc::clone(&found))
+    fn shard(&self, hash: u64) -> &Shard {
+        // Below the number of shards by the shift.
+        &self.shards[top(hash, self.shard_bits) as usize]
     }
 
-    /// Puts `record` in if its identity is absent, else answers with what is there.
-    pub(crate) fn insert(&self, record: &Arc<Record>) -> Result<(), Arc<Record>> {
-        match self.map.entry(Arc::clone(record.frame())) {
-            Entry::Vacant(place) => {
-                place.insert(Arc::clone(record));
-                Ok(())
+    /// The number of the next token. See the head of the file for when to ask.
+    pub(crate) fn next_token(&self, hash: u64) -> u64 {
+        // Relaxed: who must have a higher number has seen what the lower one published.
+        self.shard(hash).tokens.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Asks for the memory that a look-up of `hash` will read first.
+    pub(crate) fn prefetch(&self, hash: u64) {
+        let guard = reclaim::pin();
+        if let Some(table) = self.shard(hash).table(&guard) {
+            prefetch(std::ptr::from_ref(table.bucket(hash << self.shard_bits)));
+        }
+    }
+
+    /// Asks for the memory of what a look-up of `hash` will compare.
+    pub(crate) fn prefetch_target(&self, hash: u64, slabs: &Slabs) {
+        let guard = reclaim::pin();
+        let Some(table) = self.shard(hash).table(&guard) else { return };
+        let tag = Tag::of(hash << self.shard_bits);
+        for slot in &table.bucket(hash << self.shard_bits).slots {
+            let value = Value(slot.load(Ordering::Acquire));
+            if value.is_empty() {
+                return;
             }
-            Entry::Occupied(there) => Err(Arc::clone(there.get())),
-        }
-    }
-
-    /// Puts `new` where `old` is. False if `old` is no longer there.
-    pub(crate) fn replace(&self, old: &Arc<Record>, new: &Arc<Record>) -> bool {
-        match self.map.get_mut(&**old.frame()) {
-            Some(mut there) if Arc::ptr_eq(&there, old) => {
-                *there = Arc::clone(new);
-                true
+            if value.has(tag) {
+                match value.target() {
+                    Target::Cell(bits) => prefetch(std::ptr::without_provenance::<u8>((bits << 4) as usize)),
+                    Target::Record(place) => {
+                        if let Some(record) = slabs.at(place, &guard) {
+                            let record = std::ptr::from_ref(record);
+                            prefetch(record);
+                            prefetch(record.wrapping_byte_add(64));
+                        }
+                    }
+                }
             }
-            _ => false,
         }
     }
 
-    /// Takes `record` out. False if it is no longer there.
-    pub(crate) fn remove(&self, record: &Arc<Record>) -> bool {
-        let removed =
-            self.map.remove_if(&**record.frame(), |_, there| Arc::ptr_eq(there, record)).is_some();
-        if removed {
-            self.removed.fetch_add(1, Ordering::Relaxed);
+    /// Looks for an identity. If it is absent, the answer can be filled by a claim.
+    pub(crate) fn find<'g>(
+        &'g self,
+        hash: u64,
+        frame: &[u8],
+        purpose: For,
+        slabs: &'g Slabs,
+        guard: &'g Guard,
+    ) -> Seen<'g> {
+        let shard = self.shard(hash);
+        let path = hash << self.shard_bits;
+        let tag = Tag::of(path);
+        let claiming = purpose == For::Claiming;
+        let mut table = match shard.table(guard) {
+            Some(table) => table,
+            None if claiming => shard.first_table(slabs.number(), guard),
+            None => return Seen { spot: None, what: What::Absent },
+        };
+        'table: loop {
+            if claiming && let Some(next) = table.next(guard) {
+                shard.help(table, next, path, slabs, guard);
+                table = next;
+                continue;
+            }
+            let head = table.bucket(path);
+            let mut bucket = head;
+            let mut chain = 0;
+            let frozen_end = 'chain: loop {
+                for slot in &bucket.slots {
+                    // Acquire, partner of the CAS that wrote it: what it names is whole.
+                    let mut value = Value(slot.load(Ordering::Acquire));
+                    loop {
+                        if value.is_empty() {
+                            if value.is_frozen() {
+                                break 'chain true;
+                            }
+                            let spot = Spot { slot, value };
+                            return Seen { spot: Some(spot), what: What::Absent };
+                        }
+                        if !value.has(tag) {
+                            break;
+                        }
+                        // Invariant 4. Acquire, partner of the `fetch_or` that has set it.
+                        if head.is_done() {
+                            let Some(next) = table.next(guard) else { break };
+                            table = next;
+                            continue 'table;
+                        }
+                        let found = match value.target() {
+                            // SAFETY: the slot was current when it was read (invariant 4), so the
+                            // cell was not retired, and the guard was there.
+                            Target::Cell(bits) => {
+                                Some(What::Cell(unsafe { Cell::from_bits(bits, guard) }))
+                            }
+                            Target::Record(place) => {
+                                slabs.at(place, guard).map(|record| What::Record(place, record))
+                            }
+                        };
+                        match found {
+                            Some(what) if what.is_of(frame) => {
+                                let spot = Spot { slot, value };
+                                return Seen { spot: Some(spot), what };
+                            }
+                            Some(_) => break,
+                            None if claiming => {
+                                if value.is_frozen() {
+                                    break 'chain true;
+                                }
+                                // Invariant 2.
+                                match cas(slot, value, Value::TOMB) {
+                                    Ok(()) => break,
+                                    Err(moved) => value = moved,
+                                }
+                            }
+                            None => break,
+                        }
+                    }
+                }
+                match bucket.next() {
+                    Next::Bucket(next) => {
+                        bucket = next;
+                        chain += 1;
+                    }
+                    Next::Frozen => break true,
+                    Next::End if claiming => {
+                        // No free slot: a bucket more.
+                        let overflow = table.extend(bucket);
+                        if overflow || chain + 1 >= table::LONG {
+                            shard.grow(table, slabs, guard);
+                        }
+                    }
+                    Next::End => break false,
+                }
+            };
+            if claiming {
+                // Some other thread has begun to move the bucket.
+                continue;
+            }
+            if frozen_end && head.is_done() && let Some(next) = table.next(guard) {
+                table = next;
+                continue;
+            }
+            return Seen { spot: None, what: What::Absent };
         }
-        removed
     }
 
-    /// All records that `wanted` picks. Takes one shard's lock at a time.
-    pub(crate) fn pick(&self, wanted: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
-        self.map
-            .iter()
-            .filter(|entry| wanted(entry.value()))
-            .map(|entry| Arc::clone(entry.value()))
-            .collect()
+    /// Puts a cell where `seen` was. False if that has changed: look again.
+    pub(crate) fn put(&self, seen: &Seen<'_>, cell: &Cell, slabs: &Slabs, guard: &Guard) -> bool {
+        let Some(spot) = &seen.spot else { return false };
+        let hash = cell.hash();
+        let path = hash << self.shard_bits;
+        if spot.value.is_frozen() {
+            return false;
+        }
+        if cas(spot.slot, spot.value, Value::cell(Tag::of(path), cell)).is_err() {
+            return false;
+        }
+        // A winner helps a growing table on, so that it is done in time.
+        let shard = self.shard(hash);
+        if let Some(root) = shard.table(guard)
+            && let Some(next) = root.next(guard)
+        {
+            shard.help_some(root, next, slabs, guard);
+        }
+        true
     }
 
-    /// Gives memory of the table back when little of it is used (R26).
-    pub(crate) fn shrink_if_sparse(&self) {
-        if self.removed.load(Ordering::Relaxed) < 4_096 {
-            return;
+    /// Puts a record where the cell stands; without a record, a tombstone. True if it stood there:
+    /// afterwards no slot names the cell.
+    pub(crate) fn swing(
+        &self,
+        cell: &Cell,
+        to: Option<Place>,
+        slabs: &Slabs,
+        guard: &Guard,
+    ) -> bool {
+        let hash = cell.hash();
+        let shard = self.shard(hash);
+        let path = hash << self.shard_bits;
+        let tag = Tag::of(path);
+        let wanted = Value::cell(tag, cell);
+        let new = to.map_or(Value::TOMB, |place| Value::record(tag, place));
+        let Some(mut table) = shard.table(guard) else { return false };
+        loop {
+            let head = table.bucket(path);
+            let mut bucket = head;
+            let frozen = 'chain: loop {
+                for slot in &bucket.slots {
+                    let mut value = Value(slot.load(Ordering::Acquire));
+                    if value == wanted {
+                        match cas(slot, value, new) {
+                            Ok(()) => return true,
+                            Err(moved) => value = moved,
+                        }
+                    }
+                    if value == wanted.frozen() {
+                        break 'chain true;
+                    }
+                    if value.is_empty() {
+                        break 'chain value.is_frozen();
+                    }
+                }
+                match bucket.next() {
+                    Next::Bucket(next) => bucket = next,
+                    Next::Frozen => break true,
+                    Next::End => break false,
+                }
+            };
+            let done = head.is_done();
+            if !frozen && !done {
+                return false;
+            }
+            let Some(next) = table.next(guard) else { return false };
+            if !done {
+                shard.help(table, next, path, slabs, guard);
+            }
+            table = next;
         }
-        self.removed.store(0, Ordering::Relaxed);
-        if self.map.len() * 8 < self.map.capacity() {
-            self.map.shrink_to_fit();
+    }
+
+    /// Calls `look` with what stands in the bucket at `position`, and answers with the position of
+    /// the next; `None` at the end. Positions are hashes: they stay right while tables grow.
+    pub(crate) fn walk<'g>(
+        &'g self,
+        position: u64,
+        slabs: &'g Slabs,
+        guard: &'g Guard,
+        look: &mut dyn FnMut(What<'g>),
+    ) -> Option<u64> {
+        let shard = self.shard(position);
+        let path = position << self.shard_bits;
+        let bits = match shard.table(guard) {
+            None => 0,
+            Some(table) => {
+                walk_bucket(table, table.number(path), slabs, guard, look);
+                table.bits
+            }
+        };
+        let width = self.shard_bits + bits;
+        if width == 0 {
+            return None;
+        }
+        let step = 1_u64 << (64 - width);
+        (position & !(step - 1)).checked_add(step)
+    }
+
+    /// Does a bounded step of giving memory of sparse tables back. `turn` counts the calls. True if
+    /// there is more to do.
+    pub(crate) fn trim(&self, turn: usize, slabs: &Slabs, guard: &Guard) -> bool {
+        let Some(shard) = self.shards.get(turn % self.shards.len()) else { return false };
+        let Some(table) = shard.table(guard) else { return false };
+        if let Some(next) = table.next(guard) {
+            for _ in 0..32 {
+                shard.help_some(table, next, slabs, guard);
+            }
+            return true;
+        }
+        if table.bits > table::FEWEST && table.live(slabs, guard) * 2 < table::SAMPLE as u64 {
+            shard.grow(table, slabs, guard);
+            return true;
+        }
+        false
+    }
+
+    pub(crate) fn shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    /// Rebuilds tables that are too old to tell a slab of this `number` from one long gone
+    /// (invariant 5). Once in 2^26 slabs.
+    pub(crate) fn renew(&self, number: u64, slabs: &Slabs, guard: &Guard) {
+        for shard in &self.shards {
+            while let Some(table) = shard.table(guard) {
+                if number - table.base.min(number) < 1 << 26 {
+                    break;
+                }
+                shard.grow(table, slabs, guard);
+                if let Some(next) = table.next(guard) {
+                    shard.help_some(table, next, slabs, guard);
+                }
+            }
+        }
+    }
+}
+
+fn walk_bucket<'g>(
+    table: &'g Table,
+    number: usize,
+    slabs: &'g Slabs,
+    guard: &'g Guard,
+    look: &mut dyn FnMut(What<'g>),
+) {
+    let Some(head) = table.buckets.get(number) else { return };
+    let mut bucket = head;
+    loop {
+        for slot in &bucket.slots {
+            let value = Value(slot.load(Ordering::Acquire));
+            if value.is_empty() || head.is_done() {
+                break;
+            }
+            if value.is_tomb() {
+                continue;
+            }
+            match value.target() {
+                // SAFETY: as in `find`.
+                Target::Cell(bits) => look(What::Cell(unsafe { Cell::from_bits(bits, guard) })),
+                Target::Record(place) => {
+                    if let Some(record) = slabs.at(place, guard) {
+                        look(What::Record(place, record));
+                    }
+                }
+            }
+        }
+        match bucket.next() {
+            Next::Bucket(next) => bucket = next,
+            _ => break,
+        }
+    }
+    if head.is_done()
+        && let Some(next) = table.next(guard)
+    {
+        // What was seen in both is looked at twice, which does no harm.
+        if next.bits > table.bits {
+            walk_bucket(next, number << 1, slabs, guard, look);
+            walk_bucket(next, number << 1 | 1, slabs, guard, look);
+        } else {
+            walk_bucket(next, number >> (table.bits - next.bits), slabs, guard, look);
+        }
+    }
+}
+
+impl What<'_> {
+    fn is_of(&self, frame: &[u8]) -> bool {
+        match self {
+            Self::Absent => false,
+            Self::Cell(cell) => **cell.frame() == *frame,
+            Self::Record(_, record) => record.frame() == frame,
+        }
+    }
+
+    /// Whether nobody will ever see it again, whatever the time: judged when a bucket moves.
+    fn is_dead(&self) -> bool {
+        match self {
+            Self::Absent => true,
+            Self::Cell(cell) => cell.word().kind() == Kind::Ended,
+            Self::Record(..) => false,
+        }
+    }
+}
+
+impl Shard {
+    fn table<'g>(&'g self, _guard: &'g Guard) -> Option<&'g Table> {
+        // Acquire, partner of the CAS that put it there.
+        let root = self.root.load(Ordering::Acquire) as usize;
+        // SAFETY: a table is freed after `root` has left it and all guards are gone.
+        (root != 0).then(|| unsafe { &*std::ptr::with_exposed_provenance(root) })
+    }
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        for shard in &self.shards {
+            let mut address = shard.root.load(Ordering::Acquire) as usize;
+            while address != 0 {
+                // SAFETY: nobody uses the index any more; tables come from boxes.
+                let table =
+                    unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(address)) };
+                address = table.next.load(Ordering::Acquire) as usize;
+            }
         }
     }
 }
 
 impl std::fmt::Debug for Index {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Index").field("len", &self.map.len()).finish()
+        f.debug_struct("Index").field("shards", &self.shards.len()).finish_non_exhaustive()
     }
+}
+
+/// AcqRel: it publishes what the new value names, and the old one's owner is heard. The failure is
+/// an Acquire for the same reason as a load.
+fn cas(slot: &AtomicU64, old: Value, new: Value) -> Result<(), Value> {
+    slot.compare_exchange(old.0, new.0, Ordering::AcqRel, Ordering::Acquire)
+        .map(drop)
+        .map_err(Value)
+}
+
+/// The first `bits` bits.
+const fn top(hash: u64, bits: u32) -> u64 {
+    if bits == 0 { 0 } else { hash >> (64 - bits) }
+}
+
+fn prefetch<T>(at: *const T) {
+    #[cfg(all(target_arch = "x86_64", not(oncekey_loom)))]
+    // SAFETY: a hint to the processor, for any address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(oncekey_loom))))]
+    let _ = at;
 }

@@ -1,151 +1,29 @@
-//! One claim and what became of it.
+//! What is kept of one claim: a cell while it is not done, a record in a slab once it is.
 //!
-//! Ground rules: a record belongs to one claim of one identity. A takeover or a claim after the
-//! end makes a new record, which takes the old one's place in the index; only a hand-over to a
-//! waiter keeps the record and gives it a new token. Identity and fingerprint never change (R12).
-//!
-//! Invariants:
-//!
-//! 1. `state` changes by compare-and-swap only; `Completed`, `NotKept` and `Ended` are final.
-//! 2. `parts.outcome` is written by the thread that moved `state` to `Completed`, before it gives
-//!    the lock of `parts` back; who reads it has seen `Completed` and takes that lock. So an
-//!    outcome is whole or absent (R16).
-//! 3. `parts.linked` turns false once, by the thread that took the record out of the index; that
-//!    thread gives timer and room back.
+//! Ground rules: a claim is one cell; a takeover or a claim after the end makes a new one, which
+//! takes the old one's place in the index. Only a hand-over to a waiter keeps the cell and gives it
+//! a new token. A completion copies what must be kept into a slab, publishes it by the cell's state
+//! word, and swings the index over; the cell is then given back. So nothing unfinished ever stands
+//! in a slab, and slabs die of age alone.
 
+// Room 2 of 3 with unsafe code: cells and slabs are memory that threads hand to each other.
+#![allow(unsafe_code)]
+
+pub(crate) mod cell;
+pub(crate) mod slab;
 pub(crate) mod word;
 
-use crate::{
-    clock::Millis,
-    fingerprint::Fingerprint,
-    identity::Identity,
-    outcome::Outcome,
-    sync::{Arc, AtomicU64, Mutex, MutexGuard, Ordering},
-    wheel::TimerId,
-};
+pub(crate) use cell::{Cell, Cells, Owned};
+pub(crate) use slab::{Finished, Place, Record, Slabs};
 
-use word::{Kind, Word};
-
-/// Bytes a record costs beside its identity and outcome: the record itself with its counts, its
-/// place in the index (two words of key, one of value, at the worst load and beside the old table
-/// while the index grows), its timer, and what the allocator rounds up. The test of R25 holds it
-/// against a counting allocator.
-const OVERHEAD: usize = size_of::<Record>() + 16 + 112 + 64 + 48;
-
-/// One claim of one identity.
-#[derive(Debug)]
-pub(crate) struct Record {
-    /// A [`Word`]. Compare-and-swap only, AcqRel: it publishes what was written before it to
-    /// whoever loads it with Acquire.
-    state: AtomicU64,
-    /// The number of the claim's token. Written at the making, and at a hand-over by the owner
-    /// that gives the record up, while it holds the lock of the waiters' list.
-    token: AtomicU64,
-    /// When the present owner won, in milliseconds. For the age shown to operators.
-    claimed: AtomicU64,
-    /// The framed identity.
-    identity: Arc<[u8]>,
-    /// The index's hash of `identity`.
-    hash: u64,
-    fingerprint: Fingerprint,
-    parts: Mutex<Parts>,
+/// What a claim costs while it is not done: its cell, the slot, its share of block and bucket, and
+/// the identity once more where it is too long for the cell.
+pub(crate) const fn claim_cost(frame: usize) -> usize {
+    size_of::<Cell>() + 64 + frame
 }
 
-/// What changes under the record's lock.
-#[derive(Debug)]
-pub(crate) struct Parts {
-    /// See invariant 2.
-    pub(crate) outcome: Option<Outcome>,
-    /// When the record was completed or held.
-    pub(crate) settled: Millis,
-    /// The record's one timer and when it fires; it may fire early, never late.
-    pub(crate) timer: Option<(TimerId, Millis)>,
-    /// Bytes taken from the store's room for this record.
-    pub(crate) room: usize,
-    /// See invariant 3.
-    pub(crate) linked: bool,
-}
-
-impl Record {
-    /// A record in flight, whose lease ends at `deadline`. `room` bytes are taken for it.
-    pub(crate) fn new(
-        identity: Arc<[u8]>,
-        hash: u64,
-        fingerprint: Fingerprint,
-        token: u64,
-        now: Millis,
-        deadline: Millis,
-        room: usize,
-    ) -> Self {
-        Self {
-            state: AtomicU64::new(Word::new(Kind::InFlight, deadline).bits()),
-            token: AtomicU64::new(token),
-            claimed: AtomicU64::new(now.0),
-            identity,
-            hash,
-            fingerprint,
-            parts: Mutex::new(Parts {
-                outcome: None,
-                settled: now,
-                timer: None,
-                room,
-                linked: true,
-            }),
-        }
-    }
-
-    /// Bytes a record of an identity of `frame` bytes costs without an outcome.
-    pub(crate) fn cost(frame: usize) -> usize {
-        OVERHEAD + 16 + frame
-    }
-
-    /// The state. Acquire, partner of the CAS in [`Record::swap`]: who sees a state sees what led
-    /// to it.
-    pub(crate) fn word(&self) -> Word {
-        Word::from_bits(self.state.load(Ordering::Acquire))
-    }
-
-    /// Moves the state from `old` to `new`; another thread's move in between is an error that
-    /// tells the state it left.
-    pub(crate) fn swap(&self, old: Word, new: Word) -> Result<(), Word> {
-        self.state
-            .compare_exchange(old.bits(), new.bits(), Ordering::AcqRel, Ordering::Acquire)
-            .map(drop)
-            .map_err(Word::from_bits)
-    }
-
-    pub(crate) fn token(&self) -> u64 {
-        // Acquire, partner of the Release in `hand_over`.
-        self.token.load(Ordering::Acquire)
-    }
-
-    /// Names the next owner. Called under the lock of the waiters' list, before the state moves.
-    pub(crate) fn hand_over(&self, token: u64, now: Millis) {
-        self.claimed.store(now.0, Ordering::Relaxed);
-        self.token.store(token, Ordering::Release);
-    }
-
-    pub(crate) fn claimed(&self) -> Millis {
-        Millis(self.claimed.load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn frame(&self) -> &Arc<[u8]> {
-        &self.identity
-    }
-
-    pub(crate) fn account(&self) -> &[u8] {
-        Identity::from_frame(&self.identity).account()
-    }
-
-    pub(crate) fn hash(&self) -> u64 {
-        self.hash
-    }
-
-    pub(crate) fn fingerprint(&self) -> &Fingerprint {
-        &self.fingerprint
-    }
-
-    pub(crate) fn parts(&self) -> MutexGuard<'_, Parts> {
-        self.parts.lock()
-    }
+/// What a record of `bytes` in a slab costs beside a large outcome: an eighth more, because a slab
+/// lives until its last record ends, and two slots at the worst load.
+pub(crate) const fn record_cost(bytes: usize) -> usize {
+    bytes + bytes / 8 + 48
 }

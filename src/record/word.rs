@@ -1,15 +1,15 @@
-//! The state word of a record: one word in which lapse, renewal, completion, release and the
+//! The state word of a cell: one word in which lapse, renewal, completion, release and the
 //! registration of a waiter compete, so that exactly one of them wins.
 //!
 //! ```text
-//!  63                                   5     4          3         2      0
-//! | at: milliseconds since the store  59 | attended 1 | waiters 1 | kind 3 |
+//!  63                                   5    4         3         2      0
+//! | at, or where the record lies      59 | out 1 | waiters 1 | kind 3 |
 //!
-//!             renew, hand-over
+//!         renew, attend, hand-over
 //!               +--------+
 //!               v        |
-//!  claim --> InFlight ---+--> Completed (end)      final
-//!               |   |             ^   NotKept (end) final
+//!  claim --> InFlight ---+--> Completed (record)   final
+//!               |   |             ^   NotKept (end) ---> Ended   at its end
 //!        lapse, |   | release,    | late completion, resolve
 //!        hold,  |   | forget,     |
 //!        drop   v   v takeover    |
@@ -17,18 +17,24 @@
 //!               +-----------------+
 //! ```
 //!
-//! `at` is the lease's deadline while in flight, else the end of the record.
+//! `at` is the lease's deadline while in flight, else the end of the hold. A completed word names
+//! the record in a slab instead; the end stands there. `NotKept` in a cell is the rare completion
+//! for which no slab was to be had.
+//!
+//! `out` is set while a permit holds the cell. The compare-and-swap that makes a word final without
+//! it, or that clears it in a final word, appoints its thread to give the cell back: one word, so
+//! exactly one thread.
 
 use crate::clock::Millis;
 
-/// What a record is.
+/// What a cell is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// An owner runs; `at` is the deadline of its lease.
     InFlight,
     /// Nobody knows whether the work was done; `at` is the end of the hold.
     Held,
-    /// Finished, with an outcome; `at` is its end.
+    /// Finished: a record has taken over.
     Completed,
     /// Finished, but the answer was not kept; `at` is its end.
     NotKept,
@@ -36,7 +42,7 @@ pub(crate) enum Kind {
     Ended,
 }
 
-/// What a record is at a point in time.
+/// What a claim is at a point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum View {
     /// In flight, the lease runs.
@@ -45,7 +51,7 @@ pub(crate) enum View {
     Lapsed,
     /// Outcome unknown.
     Held,
-    /// An outcome is there.
+    /// A record has the answer.
     Completed,
     /// Finished without an outcome.
     NotKept,
@@ -58,16 +64,29 @@ pub(crate) enum View {
 pub(crate) struct Word(u64);
 
 const KIND_BITS: u32 = 3;
+const KIND: u64 = (1 << KIND_BITS) - 1;
 const WAITERS: u64 = 1 << KIND_BITS;
-const ATTENDED: u64 = 1 << (KIND_BITS + 1);
+const OUT: u64 = 1 << (KIND_BITS + 1);
 const AT_SHIFT: u32 = KIND_BITS + 2;
 
+/// In flight, and the lease needs no renewal.
+const ATTENDED: u64 = 5;
+
 const _: () = assert!(Millis::MAX.0 << AT_SHIFT >> AT_SHIFT == Millis::MAX.0);
+const _: () = assert!(super::Place::BITS + AT_SHIFT <= u64::BITS);
 
 impl Word {
-    /// A word without waiters, not attended.
+    /// A cell that stands for nothing.
+    pub(crate) const BLANK: Self = Self(Kind::Ended as u64);
+
+    /// A word without waiters, not attended, without a permit.
     pub(crate) fn new(kind: Kind, at: Millis) -> Self {
         Self(at.min(Millis::MAX).0 << AT_SHIFT | kind as u64)
+    }
+
+    /// Completed: the record lies at `place`.
+    pub(crate) fn completed(place: super::Place) -> Self {
+        Self(place.bits() << AT_SHIFT | Kind::Completed as u64)
     }
 
     pub(crate) fn from_bits(bits: u64) -> Self {
@@ -79,8 +98,8 @@ impl Word {
     }
 
     pub(crate) fn kind(self) -> Kind {
-        match self.0 & ((1 << KIND_BITS) - 1) {
-            0 => Kind::InFlight,
+        match self.0 & KIND {
+            0 | ATTENDED => Kind::InFlight,
             1 => Kind::Held,
             2 => Kind::Completed,
             3 => Kind::NotKept,
@@ -92,23 +111,42 @@ impl Word {
         Millis(self.0 >> AT_SHIFT)
     }
 
+    /// Where the record lies, of a completed word.
+    pub(crate) fn place(self) -> super::Place {
+        super::Place::from_bits(self.0 >> AT_SHIFT)
+    }
+
     /// Whether somebody may be in the waiters' list. Set under the list's lock only (R14).
     pub(crate) fn has_waiters(self) -> bool {
         self.0 & WAITERS != 0
     }
 
+    /// Whether a permit holds the cell.
+    pub(crate) fn is_out(self) -> bool {
+        self.0 & OUT != 0
+    }
+
     /// Whether the lease needs no renewal while the permit lives; its lapse always holds (R8).
     pub(crate) fn is_attended(self) -> bool {
-        self.0 & ATTENDED != 0
+        self.0 & KIND == ATTENDED
+    }
+
+    /// Whether the word never changes again, but for `out`.
+    pub(crate) fn is_final(self) -> bool {
+        matches!(self.kind(), Kind::Completed | Kind::Ended)
     }
 
     pub(crate) fn with_waiters(self) -> Self {
         Self(self.0 | WAITERS)
     }
 
+    pub(crate) fn with_out(self, out: bool) -> Self {
+        Self(self.0 & !OUT | if out { OUT } else { 0 })
+    }
+
     /// Another deadline, the same bits otherwise.
     pub(crate) fn with_at(self, at: Millis) -> Self {
-        Self(Self::new(self.kind(), at).0 | self.0 & (WAITERS | ATTENDED))
+        Self(at.min(Millis::MAX).0 << AT_SHIFT | self.0 & (KIND | WAITERS | OUT))
     }
 
     /// Ended at the same time, no bits.
@@ -116,20 +154,21 @@ impl Word {
         Self::new(Kind::Ended, self.at())
     }
 
+    /// In flight, attended.
     pub(crate) fn attended(self) -> Self {
-        Self(self.0 | ATTENDED)
+        Self(self.0 & !KIND | ATTENDED)
     }
 
-    /// What the record is at `now`. At its deadline a lease has lapsed and a record has ended.
+    /// What the cell is at `now`. At its deadline a lease has lapsed and a hold has ended.
     pub(crate) fn view(self, now: Millis) -> View {
         let past = now >= self.at();
         match (self.kind(), past) {
             (Kind::InFlight, false) => View::InFlight,
             (Kind::InFlight, true) => View::Lapsed,
             (Kind::Held, false) => View::Held,
-            (Kind::Completed, false) => View::Completed,
+            (Kind::Completed, _) => View::Completed,
             (Kind::NotKept, false) => View::NotKept,
-            (Kind::Held | Kind::Completed | Kind::NotKept, true) | (Kind::Ended, _) => View::Gone,
+            (Kind::Held | Kind::NotKept, true) | (Kind::Ended, _) => View::Gone,
         }
     }
 }
@@ -139,20 +178,21 @@ impl std::fmt::Debug for Word {
         f.debug_struct("Word")
             .field("kind", &self.kind())
             .field("at", &self.at())
+            .field("out", &self.is_out())
             .field("waiters", &self.has_waiters())
             .field("attended", &self.is_attended())
             .finish()
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(oncekey_loom)))]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::record::Place;
 
-    const KINDS: [Kind; 5] =
-        [Kind::InFlight, Kind::Held, Kind::Completed, Kind::NotKept, Kind::Ended];
+    const KINDS: [Kind; 4] = [Kind::InFlight, Kind::Held, Kind::NotKept, Kind::Ended];
 
     proptest! {
         #[test]
@@ -161,18 +201,31 @@ mod tests {
             at in 0..=Millis::MAX.0,
             other in 0..=Millis::MAX.0,
             waiters: bool,
+            out: bool,
             attended: bool,
         ) {
             let mut word = Word::new(kind, Millis(at));
+            let attended = attended && kind == Kind::InFlight;
             if waiters { word = word.with_waiters(); }
+            if out { word = word.with_out(true); }
             if attended { word = word.attended(); }
             for (word, at) in [(word, at), (word.with_at(Millis(other)), other)] {
                 let word = Word::from_bits(word.bits());
                 prop_assert_eq!(word.kind(), kind);
                 prop_assert_eq!(word.at(), Millis(at));
                 prop_assert_eq!(word.has_waiters(), waiters);
+                prop_assert_eq!(word.is_out(), out);
                 prop_assert_eq!(word.is_attended(), attended);
+                prop_assert!(!word.with_out(false).is_out());
             }
+        }
+
+        #[test]
+        fn a_completed_word_names_its_record(bits in 0..1_u64 << Place::BITS) {
+            let place = Place::from_bits(bits);
+            let word = Word::completed(place).with_out(true);
+            prop_assert_eq!(word.kind(), Kind::Completed);
+            prop_assert_eq!(word.place(), place);
         }
     }
 
@@ -182,7 +235,6 @@ mod tests {
         for (kind, before, after) in [
             (Kind::InFlight, View::InFlight, View::Lapsed),
             (Kind::Held, View::Held, View::Gone),
-            (Kind::Completed, View::Completed, View::Gone),
             (Kind::NotKept, View::NotKept, View::Gone),
             (Kind::Ended, View::Gone, View::Gone),
         ] {

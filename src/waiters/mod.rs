@@ -1,15 +1,15 @@
 //! Those who came second: one list for threads and tasks (R13 to R15).
 //!
-//! Ground rules: a waiter is a [`Seat`] in the list of one record. The lists stand in shards chosen
-//! by the record's address; the caller keeps the record alive while a seat is listed, so an
-//! address is never reused early. A shard's lock is taken before a seat's, and wakers are called
-//! with neither held.
+//! Ground rules: a waiter is a [`Seat`] in the list of one cell. The lists stand in shards chosen by
+//! the cell's address. Who moves a cell on empties its list before it lets go of its guard, so an
+//! address is never reused while it has a list. A shard's lock is taken before a seat's, and wakers
+//! are called with neither held.
 //!
 //! Invariants:
 //!
 //! 1. A seat gets at most one [`Gift`], from the thread that took it off the list.
-//! 2. The waiters' bit of a record's state is set under the lock of its shard, by the same
-//!    compare-and-swap that has seen the record in flight. So whoever moves the record on either
+//! 2. The waiters' bit of a cell's state is set under the lock of its shard, by the same
+//!    compare-and-swap that has seen the cell in flight. So whoever moves the cell on either
 //!    stops the registration or sees the bit and comes for the lock: no wake-up is lost (R14).
 //! 3. Who gives a seat up looks for a gift afterwards; an heir that leaves passes the permit on.
 
@@ -19,22 +19,36 @@ use std::{
 };
 
 use crate::{
+    clock::Millis,
     outcome::Outcome,
-    record::Record,
-    sync::{Arc, AtomicUsize, Mutex, MutexGuard, Ordering},
+    record::{Cell, Owned},
+    sync::{Arc, AtomicUsize, Mutex, Ordering},
 };
 
-const SHARDS: usize = 64;
+const SHARDS: u64 = if cfg!(oncekey_loom) { 1 } else { 64 };
 
 /// What a waiter is woken with.
 #[derive(Debug)]
 pub(crate) enum Gift {
-    /// The record has moved on: look at it again.
+    /// The claim has moved on: look again.
     LookAgain,
+    /// The owner completed.
+    Completed {
+        /// What it left.
+        outcome: Outcome,
+        /// When.
+        settled: Millis,
+        /// When its record ends.
+        end: Millis,
+    },
+    /// The owner completed, but its answer was not kept.
+    NotKept,
+    /// Nobody knows whether the work was done.
+    Held,
     /// The owner gave this answer and released (R14).
     Answer(Outcome),
     /// The owner released; this waiter is the next owner, with this token.
-    Permit(u64),
+    Permit(Owned, u64),
 }
 
 /// One waiter's place: a waker until the gift is there.
@@ -75,7 +89,7 @@ impl Seat {
 /// Why a seat was not given.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum NoSeat {
-    /// The record is no longer in flight.
+    /// The cell is no longer in flight.
     LookAgain,
     /// A cap is reached (R15).
     TooMany,
@@ -84,11 +98,12 @@ pub(crate) enum NoSeat {
 /// A listed waiter, by which it can leave.
 #[derive(Debug)]
 pub(crate) struct Ticket {
+    cell: u64,
     number: u64,
     pub(crate) seat: Arc<Seat>,
 }
 
-/// The waiters of one record, oldest first.
+/// The waiters of one cell, oldest first.
 #[derive(Debug, Default)]
 struct List {
     seats: BTreeMap<u64, Arc<Seat>>,
@@ -96,7 +111,7 @@ struct List {
 
 #[derive(Debug, Default)]
 struct Shard {
-    lists: HashMap<usize, List, ahash::RandomState>,
+    lists: HashMap<u64, List, ahash::RandomState>,
     next: u64,
 }
 
@@ -124,44 +139,45 @@ impl Waiters {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// How many wait for `record`.
-    pub(crate) fn count(&self, record: &Arc<Record>) -> usize {
-        let shard = self.shard(record).lock();
-        shard.lists.get(&address(record)).map_or(0, |list| list.seats.len())
+    /// How many wait for `cell`.
+    pub(crate) fn count(&self, cell: &Cell) -> usize {
+        let shard = self.shard(cell.bits()).lock();
+        shard.lists.get(&cell.bits()).map_or(0, |list| list.seats.len())
     }
 
-    /// Takes a seat for `record`. `mark` sets the waiters' bit, or says that the record has moved
-    /// on; it runs under the list's lock (invariant 2).
+    /// Takes a seat for `cell`. `mark` sets the waiters' bit, or says that the cell has
+    /// moved on; it runs under the list's lock (invariant 2).
     pub(crate) fn join(
         &self,
-        record: &Arc<Record>,
+        cell: &Cell,
         mark: impl FnOnce() -> bool,
     ) -> Result<Ticket, NoSeat> {
-        let mut shard = self.shard(record).lock();
+        let key = cell.bits();
+        let mut shard = self.shard(key).lock();
         if !mark() {
             return Err(NoSeat::LookAgain);
         }
-        let listed = shard.lists.get(&address(record)).map_or(0, |list| list.seats.len());
+        let listed = shard.lists.get(&key).map_or(0, |list| list.seats.len());
         if listed >= self.max_each || !self.enter() {
             return Err(NoSeat::TooMany);
         }
         let number = shard.next;
         shard.next += 1;
         let seat = Arc::new(Seat::default());
-        let list = shard.lists.entry(address(record)).or_default();
+        let list = shard.lists.entry(key).or_default();
         list.seats.insert(number, Arc::clone(&seat));
-        Ok(Ticket { number, seat })
+        Ok(Ticket { cell: key, number, seat })
     }
 
     /// Gives a seat up. A gift that was there already is handed back and must not be dropped
     /// unseen (invariant 3).
-    pub(crate) fn leave(&self, record: &Arc<Record>, ticket: &Ticket) -> Option<Gift> {
-        let mut shard = self.shard(record).lock();
-        if let Some(list) = shard.lists.get_mut(&address(record))
+    pub(crate) fn leave(&self, ticket: &Ticket) -> Option<Gift> {
+        let mut shard = self.shard(ticket.cell).lock();
+        if let Some(list) = shard.lists.get_mut(&ticket.cell)
             && list.seats.remove(&ticket.number).is_some()
         {
             if list.seats.is_empty() {
-                shard.lists.remove(&address(record));
+                shard.lists.remove(&ticket.cell);
             }
             self.exit(1);
             return None;
@@ -170,10 +186,16 @@ impl Waiters {
         ticket.seat.place.lock().gift.take()
     }
 
-    /// Wakes all waiters of `record` with what `gift` makes for each.
-    pub(crate) fn wake_all(&self, record: &Arc<Record>, gift: impl Fn() -> Gift) {
-        let list = self.shard(record).lock().lists.remove(&address(record));
-        let Some(list) = list else { return };
+    /// Wakes all waiters of `cell` with what `gift` makes for each. The caller has moved the cell
+    /// on and still holds its guard.
+    pub(crate) fn wake_all(&self, cell: &Cell, gift: impl Fn() -> Gift) {
+        let list = self.shard(cell.bits()).lock().lists.remove(&cell.bits());
+        if let Some(list) = list {
+            self.wake(list, gift);
+        }
+    }
+
+    fn wake(&self, list: List, gift: impl Fn() -> Gift) {
         self.exit(list.seats.len());
         for seat in list.seats.into_values() {
             if let Some(waker) = seat.give(gift()) {
@@ -182,25 +204,25 @@ impl Waiters {
         }
     }
 
-    /// Makes the oldest waiter of `record` its next owner. `hand_over` names the new owner in the
-    /// record, under the list's lock, and answers with its token; `None` means that the record has
+    /// Makes the oldest waiter of `cell` its next owner. `hand_over` names the new owner in the
+    /// cell, under the list's lock, and answers with what it gets; `None` means that the cell has
     /// moved on. Answers false if nobody became the owner.
     pub(crate) fn wake_heir(
         &self,
-        record: &Arc<Record>,
-        hand_over: impl FnOnce() -> Option<u64>,
+        cell: &Cell,
+        hand_over: impl FnOnce() -> Option<(Owned, u64)>,
     ) -> bool {
-        let mut shard: MutexGuard<'_, Shard> = self.shard(record).lock();
-        let Some(list) = shard.lists.get_mut(&address(record)) else { return false };
+        let mut shard = self.shard(cell.bits()).lock();
+        let Some(list) = shard.lists.get_mut(&cell.bits()) else { return false };
         let Some(heir) = list.seats.first_entry() else { return false };
-        let Some(token) = hand_over() else { return false };
+        let Some((owned, token)) = hand_over() else { return false };
         let seat = heir.remove();
         if list.seats.is_empty() {
-            shard.lists.remove(&address(record));
+            shard.lists.remove(&cell.bits());
         }
         self.exit(1);
         // The gift is laid down under the lock: an heir that leaves now finds it.
-        let waker = seat.give(Gift::Permit(token));
+        let waker = seat.give(Gift::Permit(owned, token));
         drop(shard);
         if let Some(waker) = waker {
             waker.wake();
@@ -208,9 +230,39 @@ impl Waiters {
         true
     }
 
-    fn shard(&self, record: &Arc<Record>) -> &Mutex<Shard> {
-        // Records are at least 128 bytes apart; the low bits would all be the same.
-        &self.shards[(address(record) >> 7) % SHARDS]
+    /// Wakes those whose owner's lease has lapsed by `now`, and answers with when the next one may.
+    /// `deadline` reads the deadline of a cell that is in flight.
+    pub(crate) fn lapse(
+        &self,
+        now: Millis,
+        deadline: impl Fn(&Cell) -> Option<Millis>,
+    ) -> Option<Millis> {
+        if self.total() == 0 {
+            return None;
+        }
+        let mut next: Option<Millis> = None;
+        for shard in &self.shards {
+            let mut lapsed = Vec::new();
+            let mut shard = shard.lock();
+            let keys: Vec<u64> = shard.lists.keys().copied().collect();
+            for key in keys {
+                // The list has a waiter and is locked.
+                let cell = Cell::waited_for(key, &shard);
+                let at = deadline(cell).filter(|at| *at > now);
+                match at {
+                    None => lapsed.extend(shard.lists.remove(&key)),
+                    Some(at) => next = Some(next.map_or(at, |next| next.min(at))),
+                }
+            }
+            drop(shard);
+            lapsed.into_iter().for_each(|list| self.wake(list, || Gift::LookAgain));
+        }
+        next
+    }
+
+    fn shard(&self, cell: u64) -> &Mutex<Shard> {
+        // Cells are 12 units of 16 bytes apart; the low bits would be much the same.
+        &self.shards[(cell / 12 % SHARDS) as usize]
     }
 
     fn enter(&self) -> bool {
@@ -224,8 +276,4 @@ impl Waiters {
     fn exit(&self, seats: usize) {
         self.total.fetch_sub(seats, Ordering::Relaxed);
     }
-}
-
-fn address(record: &Arc<Record>) -> usize {
-    Arc::as_ptr(record).addr()
 }

@@ -1,0 +1,153 @@
+//! What the sweep does: lapses are judged, what has ended gives its memory back (R22, R24, R26).
+
+use crate::{
+    clock::Millis,
+    identity::Identity,
+    lane::Lane,
+    reclaim::{self, Guard},
+    record::{
+        Cell,
+        word::{Kind, View},
+    },
+    sync::Ordering,
+};
+
+use super::Engine;
+
+/// Blocks of cells that a step looks at in each lane.
+const BLOCKS: usize = 16;
+
+/// Records that a step makes dead.
+const RECORDS: usize = 1024;
+
+/// What one step of the sweep did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Step {
+    /// Records and claims taken out.
+    pub(crate) reaped: usize,
+    /// Whether more is due.
+    pub(crate) more: bool,
+    /// When to look again, at the latest.
+    pub(crate) next: Option<Millis>,
+}
+
+/// What the sweep remembers from one step to the next.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    /// Reaped since tables were last looked at for shrinking.
+    reaped: usize,
+}
+
+impl Engine {
+    /// Looks at a bounded number of claims and records whose time has come (R24).
+    pub(crate) fn sweep_step(&self, now: Millis) -> Step {
+        let mut turn = self.sweeping.lock();
+        let guard = reclaim::pin();
+        let own = self.own_lane();
+        let mut step = Step::default();
+        let mut sooner = |at: Option<Millis>| {
+            step.next = match (step.next, at) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+        };
+        let none_before = self.none_before(now);
+        for lane in &self.lanes {
+            let look = |cell: &Cell| self.judge(own, cell, now, &mut step.reaped, &guard);
+            let (next, more) = lane.cells.sweep(now, none_before, BLOCKS, &guard, look);
+            sooner(next);
+            step.more |= more;
+        }
+        let (mut keys, mut bytes) = (0, 0);
+        let (next, more) = self.slabs.sweep(now, RECORDS, &guard, |record| {
+            keys += 1;
+            bytes += record.cost() as u64;
+            self.room.leave_share(Identity::from_frame(record.frame()).account());
+        });
+        sooner(next);
+        step.more |= more;
+        if keys != 0 {
+            self.room.leave_many(keys, bytes);
+            own.counters.expired.add(keys);
+            step.reaped += keys as usize;
+        }
+        let leases = self.waiters.lapse(now, |cell| {
+            let word = cell.word();
+            (word.kind() == Kind::InFlight).then(|| word.at())
+        });
+        sooner(leases);
+        let due = if step.more { now } else { step.next.unwrap_or(none_before).min(none_before) };
+        self.next_due.store(due.0, Ordering::Relaxed);
+        turn.reaped += step.reaped;
+        step
+    }
+
+    /// Whether nothing is in the store; if so, the next claim rings the alarm.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.room.call_back()
+    }
+
+    /// Gives memory back that a burst has left behind (R26), a bounded step of it; true if there is
+    /// more.
+    pub(crate) fn trim(&self) -> bool {
+        let mut turn = self.sweeping.lock();
+        let guard = reclaim::pin();
+        let mut more = self.slabs.clean();
+        if turn.reaped > 1_024 || turn.reaped > 0 && self.room.used().0 == 0 {
+            let mut moving = false;
+            for shard in 0..self.index.shards() {
+                moving |= self.index.trim(shard, &self.slabs, &guard);
+            }
+            if !moving {
+                turn.reaped = 0;
+            }
+            more |= moving;
+        }
+        guard.flush();
+        more
+    }
+
+    /// Looks at one claim that is not done; answers when to do so again.
+    fn judge(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        now: Millis,
+        reaped: &mut usize,
+        guard: &Guard,
+    ) -> Option<Millis> {
+        loop {
+            let word = cell.word();
+            match word.view(now) {
+                View::InFlight | View::Held | View::NotKept => return Some(word.at()),
+                View::Completed => return None,
+                View::Gone if word.kind() == Kind::Ended => return None,
+                View::Lapsed if self.lapse_holds(word) => {
+                    // Its end is the next date.
+                    self.hold_lapsed(lane, cell, word, now);
+                }
+                View::Lapsed => {
+                    // Waits for who takes it over, one of its waiters or a caller to come, until
+                    // its retention ends (T3).
+                    let end = word.at().plus(self.settings.retention);
+                    if now < end {
+                        return Some(end);
+                    }
+                    if self.end(lane, cell, word, guard) {
+                        lane.counters.lapsed.up();
+                        lane.counters.expired.up();
+                        *reaped += 1;
+                        return None;
+                    }
+                }
+                View::Gone => {
+                    if self.end(lane, cell, word, guard) {
+                        lane.counters.expired.up();
+                        *reaped += 1;
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+}

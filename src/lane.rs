@@ -1,0 +1,77 @@
+//! What threads that rarely meet write to, so that they rarely write to the same line of memory.
+//!
+//! Ground rules: which lane a thread takes decides nothing, it only spreads. A claim keeps to one
+//! lane from winning to its end, so that what it added there it also takes away there.
+
+use crate::{
+    engine::Engine,
+    record::Cells,
+    stats::Counters,
+    sync::{Arc, AtomicUsize},
+};
+
+/// The part of a store that belongs to a lane.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Lane {
+    pub(crate) number: usize,
+    pub(crate) cells: Cells,
+    pub(crate) counters: Counters,
+    /// Identities in flight. `SeqCst` with the drain: either a claim sees the drain, or the drain
+    /// sees the claim.
+    pub(crate) in_flight: AtomicUsize,
+}
+
+impl Lane {
+    pub(crate) fn new(number: usize) -> Self {
+        Self {
+            number,
+            cells: Cells::new(),
+            counters: Counters::default(),
+            in_flight: AtomicUsize::new(0),
+        }
+    }
+}
+
+/// A lane's hold on its store. Permits and waiters count on the one of their lane: a count on the
+/// store itself would be one line of memory for all of them.
+#[repr(align(128))]
+pub(crate) struct Hold {
+    engine: Arc<Engine>,
+    lane: usize,
+}
+
+impl Hold {
+    pub(crate) fn new(engine: Arc<Engine>, lane: usize) -> Self {
+        Self { engine, lane }
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    pub(crate) fn lane(&self) -> &Lane {
+        self.engine.lane(self.lane)
+    }
+}
+
+/// How many lanes a store has.
+pub(crate) fn lanes() -> usize {
+    if cfg!(oncekey_loom) {
+        return 1;
+    }
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    threads.next_power_of_two().min(64)
+}
+
+/// A number of the present thread: neighbours have different ones.
+pub(crate) fn of_thread() -> usize {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static OWN: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    // A thread that is about to end has given its number up.
+    OWN.try_with(|own| *own).unwrap_or(0)
+}

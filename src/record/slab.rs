@@ -1,0 +1,871 @@
+//! Where completed records lie: slabs, filled from front to back, in the order of completion.
+//!
+//! ```text
+//! directory[number % 2^16]   | address of the slab, 4 KiB aligned | generation 12 |
+//! place                      | number % 2^16 (16) | generation (12) | offset / 16 (16) |
+//!
+//! Slab   | word | number | cap | .. | record | record | record |      free      |
+//!                                   ^ reaped up to here        ^ cursor
+//! word   63 closed | 62..32 records that are not dead | 31..0 cursor / 16
+//! Record | state | end | token | fingerprint | lengths, status | identity | outcome or its address |
+//! state  63..2 length / 16 | 1..0  0 unwritten, 1 written, 2 live, 3 dead
+//! ```
+//!
+//! Ground rules: a record never changes after it was written, but for its state. `written` is a
+//! record whose completion is still to be confirmed; who meets it by way of a completed cell takes
+//! it as live.
+//!
+//! Invariants:
+//!
+//! 1. State moves unwritten -> written -> live -> dead, or written -> dead, by compare-and-swap.
+//!    Who moves a record from live to dead gives its room back; a completion that lost moves its
+//!    own from written to dead and gives nothing back.
+//! 2. The number of records in `word` is raised by the addition that makes room for one, and
+//!    lowered by who made it dead. Nobody adds to a closed slab. A closed slab without records is
+//!    taken out of the directory by one compare-and-swap: that thread gives the memory back.
+//! 3. A place is dead if the directory has another generation. Numbers go up; a number comes back
+//!    after 2^28, and by then no slot has an old place of it (see `index`).
+//! 4. All slabs of a lane stand in its queue in the order of opening, until they were reaped.
+
+use std::{alloc::Layout, collections::VecDeque};
+
+use bytes::Bytes;
+
+use crate::{
+    clock::Millis,
+    fingerprint::{Fingerprint, Scheme},
+    outcome::Outcome,
+    reclaim::Guard,
+    sync::{Arc, AtomicU64, Mutex, Ordering, UnsafeCell},
+};
+
+/// Alignment of slabs: what is free for the generation in a directory entry.
+const ALIGN: usize = 4096;
+const GENERATION: u64 = ALIGN as u64 - 1;
+
+const SMALLEST: usize = 4 << 10;
+const LARGEST: usize = 1 << 20;
+
+const UNIT: usize = 16;
+
+/// Larger outcomes stay where they are and the record has their address. Below, a copy costs less
+/// than a shared count and a miss.
+const INLINE: usize = 512;
+
+/// Under the checker all records have one length and a slab has two of them.
+const MODEL_UNITS: usize = 64;
+const MODEL_RECORDS: usize = 2;
+
+const CLOSED: u64 = 1 << 63;
+const ONE: u64 = 1 << 32;
+
+const CHUNK: usize = 256;
+const CHUNKS: usize = 256;
+
+/// Where a record lies. See the drawing at the head of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place(u64);
+
+impl Place {
+    pub(crate) const BITS: u32 = 44;
+
+    fn new(number: u64, offset: u64) -> Self {
+        let index = number % (1 << 16);
+        let generation = number >> 16 & GENERATION;
+        Self(index << 28 | generation << 16 | offset)
+    }
+
+    pub(crate) fn from_bits(bits: u64) -> Self {
+        Self(bits & ((1 << Self::BITS) - 1))
+    }
+
+    pub(crate) fn bits(self) -> u64 {
+        self.0
+    }
+
+    fn index(self) -> usize {
+        (self.0 >> 28) as usize
+    }
+
+    fn generation(self) -> u64 {
+        self.0 >> 16 & GENERATION
+    }
+
+    fn offset(self) -> usize {
+        (self.0 & 0xffff) as usize * UNIT
+    }
+}
+
+const _: () = assert!(LARGEST / UNIT <= 1 << 16);
+
+const UNWRITTEN: u64 = 0;
+const WRITTEN: u64 = 1;
+const LIVE: u64 = 2;
+const DEAD: u64 = 3;
+
+/// A completed claim. See the drawing at the head of the file.
+#[repr(C)]
+pub(crate) struct Record {
+    state: AtomicU64,
+    body: UnsafeCell<Body>,
+}
+
+/// All zero is a value of it.
+#[repr(C)]
+struct Body {
+    end: u64,
+    token: u64,
+    scheme: [u8; 8],
+    digest: [u8; 32],
+    head: u16,
+    body: u16,
+    frame: u16,
+    status: u16,
+    form: u8,
+}
+
+const NOT_KEPT: u8 = 0;
+const SMALL: u8 = 1;
+const LARGE: u8 = 2;
+
+// SAFETY: `body` and the bytes behind it are written by the thread that made room for the record,
+// before it publishes its place; then never again. `state` is atomic.
+unsafe impl Sync for Record {}
+
+impl Record {
+    #[cfg(oncekey_loom)]
+    fn unwritten() -> Self {
+        let body = Body {
+            end: 0,
+            token: 0,
+            scheme: [0; 8],
+            digest: [0; 32],
+            head: 0,
+            body: 0,
+            frame: 0,
+            status: 0,
+            form: NOT_KEPT,
+        };
+        Self { state: AtomicU64::new(UNWRITTEN), body: UnsafeCell::new(body) }
+    }
+
+    fn state(&self) -> u64 {
+        // Acquire, partner of the Release in `write`.
+        self.state.load(Ordering::Acquire)
+    }
+
+    fn body(&self) -> &Body {
+        // SAFETY: who has a reference has met the record's place or its state after it was written.
+        self.body.with(|body| unsafe { &*body })
+    }
+
+    fn tail(&self) -> *mut u8 {
+        let address = std::ptr::from_ref(self).addr() + size_of::<Self>();
+        std::ptr::with_exposed_provenance_mut(address)
+    }
+
+    fn bytes(&self, from: usize, len: usize) -> &[u8] {
+        // SAFETY: `write` has made room for these bytes and filled them.
+        unsafe { std::slice::from_raw_parts(self.tail().add(from), len) }
+    }
+
+    /// The address of a large outcome, unaligned behind the identity.
+    fn large(&self) -> Option<*mut Outcome> {
+        let body = self.body();
+        if body.form != LARGE {
+            return None;
+        }
+        let mut address = [0; 8];
+        address.copy_from_slice(self.bytes(usize::from(body.frame), 8));
+        Some(std::ptr::with_exposed_provenance_mut(u64::from_ne_bytes(address) as usize))
+    }
+
+    pub(crate) fn frame(&self) -> &[u8] {
+        self.bytes(0, usize::from(self.body().frame))
+    }
+
+    pub(crate) fn end(&self) -> Millis {
+        Millis(self.body().end)
+    }
+
+    pub(crate) fn token(&self) -> u64 {
+        self.body().token
+    }
+
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        let body = self.body();
+        Fingerprint::from_parts(Scheme::from_id(body.scheme), body.digest)
+    }
+
+    /// Whether the record was forgotten, reaped, or past its end.
+    pub(crate) fn is_over(&self, now: Millis) -> bool {
+        self.state() & 3 == DEAD || now >= self.end()
+    }
+
+    /// Whether there is an outcome.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.body().form != NOT_KEPT
+    }
+
+    /// A copy of a small outcome, a share of a large one.
+    pub(crate) fn outcome(&self) -> Option<Outcome> {
+        let body = self.body();
+        if let Some(large) = self.large() {
+            // SAFETY: it is dropped by who made the record dead, after all guards that were there
+            // are gone; the caller's is one of them.
+            return Some(unsafe { &*large }.clone());
+        }
+        if body.form != SMALL {
+            return None;
+        }
+        let from = usize::from(body.frame);
+        let head = self.bytes(from, usize::from(body.head));
+        let bytes = self.bytes(from + head.len(), usize::from(body.body));
+        Some(Outcome::from_parts(body.status, copy(head), copy(bytes)))
+    }
+
+    /// What the record costs a store.
+    pub(crate) fn cost(&self) -> usize {
+        let body = self.body();
+        let (inline, large) = match self.large() {
+            // SAFETY: as in `outcome`.
+            Some(large) => (8, unsafe { &*large }.size()),
+            None => (usize::from(body.head) + usize::from(body.body), 0),
+        };
+        super::record_cost(length(usize::from(body.frame) + inline)) + large
+    }
+
+    /// The slab that the record lies in.
+    fn slab(&self, place: Place) -> *const Slab {
+        std::ptr::with_exposed_provenance(std::ptr::from_ref(self).addr() - place.offset())
+    }
+
+    /// Drops a large outcome later. The caller has made the record dead.
+    fn drop_outcome(&self, guard: &Guard) {
+        if let Some(large) = self.large() {
+            let address = large.expose_provenance();
+            // SAFETY: `write` made it from a box; exactly one thread makes a record dead, and who
+            // still reads it holds a guard.
+            unsafe {
+                guard.defer(move || {
+                    drop(Box::from_raw(std::ptr::with_exposed_provenance_mut::<Outcome>(address)));
+                });
+            }
+        }
+    }
+}
+
+fn copy(bytes: &[u8]) -> Bytes {
+    if bytes.is_empty() { Bytes::new() } else { Bytes::copy_from_slice(bytes) }
+}
+
+/// The length of a record with so many bytes behind its head.
+const fn length(tail: usize) -> usize {
+    (size_of::<Record>() + tail).next_multiple_of(UNIT)
+}
+
+/// What is written into a record.
+pub(crate) struct Finished<'a> {
+    pub(crate) frame: &'a [u8],
+    pub(crate) fingerprint: &'a Fingerprint,
+    pub(crate) token: u64,
+    pub(crate) end: Millis,
+    pub(crate) outcome: Option<&'a Outcome>,
+}
+
+impl Finished<'_> {
+    /// The bytes of the record in a slab.
+    fn bytes(&self) -> usize {
+        let outcome = match self.outcome {
+            None => 0,
+            Some(outcome) if outcome.len() <= INLINE => outcome.len(),
+            Some(_) => 8,
+        };
+        length(self.frame.len() + outcome)
+    }
+
+    /// What the record will cost.
+    pub(crate) fn cost(&self) -> usize {
+        let large = self.outcome.map_or(0, Outcome::size);
+        let large = if self.outcome.is_some_and(|it| it.len() > INLINE) { large } else { 0 };
+        super::record_cost(self.bytes()) + large
+    }
+}
+
+#[repr(C, align(64))]
+struct Slab {
+    word: AtomicU64,
+    number: u64,
+    /// Its length in bytes.
+    len: usize,
+    /// Up to where records may lie.
+    cap: u64,
+    opened: Millis,
+    /// Up to where all records are dead. Only the sweep writes it.
+    reaped: AtomicU64,
+    lane: usize,
+}
+
+const FIRST: usize = size_of::<Slab>() / UNIT;
+
+impl Slab {
+    fn layout(len: usize) -> Layout {
+        // ALIGN is a power of two and no slab is nearly as long as the address space.
+        Layout::from_size_align(len, ALIGN).unwrap_or(Layout::new::<Slab>())
+    }
+
+    /// Makes room for a record, unless the slab is full or closed.
+    fn add(&self, units: u64) -> Result<u64, Emptied> {
+        // AcqRel, partner of the other changes of the word: who sees the last record go sees all
+        // that came before.
+        let before = self.word.fetch_add(ONE | units, Ordering::AcqRel);
+        let offset = before & (ONE - 1);
+        if before & CLOSED == 0 && offset + units <= self.cap {
+            return Ok(offset);
+        }
+        self.word.fetch_or(CLOSED, Ordering::AcqRel);
+        if before & CLOSED == 0 && offset < self.cap {
+            // The rest is too short: the reaping steps over it as over a dead record.
+            let rest = (self.cap - offset) << 2 | DEAD;
+            self.record(offset).state.store(rest, Ordering::Release);
+        }
+        Err(self.take_away(1))
+    }
+
+    /// Takes dead records off the count.
+    fn take_away(&self, records: u64) -> Emptied {
+        let before = self.word.fetch_sub(records * ONE, Ordering::AcqRel);
+        Emptied(before & CLOSED != 0 && before & !CLOSED < (records + 1) * ONE)
+    }
+
+    fn close(&self) -> Emptied {
+        let before = self.word.fetch_or(CLOSED, Ordering::AcqRel);
+        Emptied(before & !CLOSED < ONE)
+    }
+
+    fn record(&self, offset: u64) -> &Record {
+        let address = std::ptr::from_ref(self).addr() + offset as usize * UNIT;
+        // SAFETY: offsets come from places and from lengths of records before, so a record starts
+        // there; its memory was zero, which is a record unwritten.
+        unsafe { &*std::ptr::with_exposed_provenance(address) }
+    }
+}
+
+/// Whether a slab has no record any more and gets none.
+#[must_use]
+struct Emptied(bool);
+
+/// The open slab of a lane, and those before it.
+#[derive(Debug)]
+struct Lane {
+    /// The open slab's address, zero for none.
+    open: AtomicU64,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Debug)]
+struct Queue {
+    /// Places of slabs, oldest first.
+    slabs: VecDeque<Place>,
+    /// Bytes of the next slab.
+    next: usize,
+}
+
+/// Memory of slabs that are gone.
+#[derive(Debug, Default)]
+struct Spare {
+    dirty: Vec<(u64, usize)>,
+    clean: Vec<(u64, usize)>,
+}
+
+impl Drop for Spare {
+    fn drop(&mut self) {
+        self.dirty.iter().chain(&self.clean).for_each(|(address, len)| release(*address, *len));
+    }
+}
+
+/// All slabs of a store.
+#[derive(Debug)]
+pub(crate) struct Slabs {
+    lanes: Box<[Lane]>,
+    directory: Box<[AtomicU64]>,
+    /// The next slab's number. Written under `opening`.
+    number: AtomicU64,
+    opening: Mutex<()>,
+    live: AtomicU64,
+    spare: Arc<Mutex<Spare>>,
+    /// After what time an open slab is closed though it is not full.
+    patience: Millis,
+}
+
+impl Slabs {
+    pub(crate) fn new(lanes: usize, retention: Millis, tick: Millis) -> Self {
+        let lane = || Lane {
+            open: AtomicU64::new(0),
+            queue: Mutex::new(Queue { slabs: VecDeque::new(), next: SMALLEST }),
+        };
+        Self {
+            lanes: (0..lanes).map(|_| lane()).collect(),
+            directory: (0..CHUNKS).map(|_| AtomicU64::new(0)).collect(),
+            number: AtomicU64::new(0),
+            opening: Mutex::new(()),
+            live: AtomicU64::new(0),
+            spare: Arc::default(),
+            patience: Millis(retention.0 / 16).max(tick),
+        }
+    }
+
+    /// How many slabs were opened, and numbers passed over.
+    pub(crate) fn number(&self) -> u64 {
+        // Acquire, partner of the Release in `open`.
+        self.number.load(Ordering::Acquire)
+    }
+
+    fn entry(&self, index: usize) -> Option<&AtomicU64> {
+        // Acquire, partner of the Release in `open`.
+        let chunk = self.directory.get(index / CHUNK)?.load(Ordering::Acquire) as usize;
+        if chunk == 0 {
+            return None;
+        }
+        // SAFETY: a chunk of the directory stays until the store is gone.
+        let chunk = unsafe { &*std::ptr::with_exposed_provenance::<Chunk>(chunk) };
+        chunk.get(index % CHUNK)
+    }
+
+    /// The record at `place`; `None` if its slab is gone (invariant 3).
+    pub(crate) fn at<'g>(&'g self, place: Place, guard: &'g Guard) -> Option<&'g Record> {
+        let slab = self.slab(place, guard)?;
+        Some(slab.record((place.offset() / UNIT) as u64))
+    }
+
+    /// Whether the slab of `place` is gone (invariant 3).
+    pub(crate) fn is_gone(&self, place: Place, guard: &Guard) -> bool {
+        self.slab(place, guard).is_none()
+    }
+
+    fn slab<'g>(&'g self, place: Place, _guard: &'g Guard) -> Option<&'g Slab> {
+        // Acquire, partner of the Release in `open`: the slab is whole.
+        let entry = self.entry(place.index())?.load(Ordering::Acquire);
+        let address = (entry & !GENERATION) as usize;
+        if address == 0 || entry & GENERATION != place.generation() {
+            return None;
+        }
+        // SAFETY: a slab is freed after it has left the directory and all guards are gone.
+        Some(unsafe { &*std::ptr::with_exposed_provenance(address) })
+    }
+
+    /// Writes a record that is not yet confirmed. `None` if there are no numbers for slabs left.
+    pub(crate) fn write<'g>(
+        &'g self,
+        lane: usize,
+        finished: &Finished<'_>,
+        now: Millis,
+        guard: &'g Guard,
+    ) -> Option<(Place, &'g Record)> {
+        let bytes = finished.bytes();
+        let units = if cfg!(oncekey_loom) { MODEL_UNITS } else { bytes / UNIT } as u64;
+        let lane = self.lanes.get(lane)?;
+        let (slab, offset) = loop {
+            // Acquire, partner of the Release in `open`.
+            let address = lane.open.load(Ordering::Acquire) as usize;
+            if address == 0 {
+                self.open(lane, now)?;
+                continue;
+            }
+            // SAFETY: a slab is freed after `open` has left it and all guards are gone.
+            let slab: &'g Slab = unsafe { &*std::ptr::with_exposed_provenance(address) };
+            match slab.add(units) {
+                Ok(offset) => break (slab, offset),
+                Err(emptied) => {
+                    self.bury(slab, emptied, guard);
+                    // Release: nothing is handed over, but who opens the next sees it gone.
+                    let _ = lane.open.compare_exchange(
+                        address as u64,
+                        0,
+                        Ordering::AcqRel,
+                        Ordering::Acquire,
+                    );
+                }
+            }
+        };
+        let record = slab.record(offset);
+        let small = finished.outcome.filter(|outcome| outcome.len() <= INLINE);
+        record.body.with_mut(|body| {
+            let scheme = finished.fingerprint.scheme().id();
+            let digest = *finished.fingerprint.digest();
+            let form = match (finished.outcome, small) {
+                (None, _) => NOT_KEPT,
+                (_, Some(_)) => SMALL,
+                _ => LARGE,
+            };
+            let frame = finished.frame.len() as u16;
+            let (mut head, mut len) = (0, 0);
+            let mut put = record.tail();
+            let mut append = |bytes: &[u8]| {
+                // SAFETY: `bytes` above is the sum of what is appended.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(bytes.as_ptr(), put, bytes.len());
+                    put = put.add(bytes.len());
+                }
+            };
+            append(finished.frame);
+            if let Some(outcome) = small {
+                head = outcome.head().len() as u16;
+                len = outcome.bytes().len() as u16;
+                append(outcome.head());
+                append(outcome.bytes());
+            } else if let Some(outcome) = finished.outcome {
+                let large = Box::into_raw(Box::new(outcome.clone())).expose_provenance();
+                append(&(large as u64).to_ne_bytes());
+            }
+            let status = finished.outcome.map_or(0, Outcome::status);
+            let Finished { token, end, .. } = *finished;
+            let end = end.0;
+            // SAFETY: this thread made room for the record and nobody has its place yet.
+            unsafe { *body = Body { end, token, scheme, digest, head, body: len, frame, status, form } };
+        });
+        // Release, partner of `state`: the sweep finds records without an index.
+        record.state.store(units << 2 | WRITTEN, Ordering::Release);
+        Some((Place::new(slab.number, offset), record))
+    }
+
+    /// The completion has won: the record is live.
+    pub(crate) fn confirm(&self, record: &Record) {
+        let units = record.state() & !3;
+        // Failure: it was forgotten meanwhile, by who has met it.
+        let _ = record.state.compare_exchange(
+            units | WRITTEN,
+            units | LIVE,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
+    }
+
+    /// The completion has lost: the record never was.
+    pub(crate) fn withdraw(&self, place: Place, record: &Record, guard: &Guard) {
+        let units = record.state() & !3;
+        record.state.store(units | DEAD, Ordering::Release);
+        record.drop_outcome(guard);
+        self.one_less(place, record, guard);
+    }
+
+    /// Makes a record dead. True for the one thread that did; it gives the record's room back.
+    pub(crate) fn kill(&self, place: Place, record: &Record, guard: &Guard) -> bool {
+        let mut state = record.state();
+        loop {
+            if state & 3 == DEAD {
+                return false;
+            }
+            match record.state.compare_exchange(
+                state,
+                state | DEAD,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => break,
+                Err(moved) => state = moved,
+            }
+        }
+        record.drop_outcome(guard);
+        self.one_less(place, record, guard);
+        true
+    }
+
+    fn one_less(&self, place: Place, record: &Record, guard: &Guard) {
+        // SAFETY: the record is in the slab's count, so the slab is there; then the guard keeps it.
+        let slab = unsafe { &*record.slab(place) };
+        let emptied = slab.take_away(1);
+        self.bury(slab, emptied, guard);
+    }
+
+    /// Opens a slab for a lane that has none.
+    fn open(&self, lane: &Lane, now: Millis) -> Option<()> {
+        let mut queue = lane.queue.lock();
+        if lane.open.load(Ordering::Acquire) != 0 {
+            return Some(());
+        }
+        let len = queue.next;
+        queue.next = (len * 2).min(LARGEST);
+        let address = self.memory(len);
+        let _opening = self.opening.lock();
+        let from = self.number.load(Ordering::Relaxed);
+        let mut number = from;
+        let entry = loop {
+            if number - from > 1 << 16 {
+                self.spare.lock().dirty.push((address, len));
+                return None;
+            }
+            let entry = self.entry_made((number % (1 << 16)) as usize)?;
+            // Acquire, partner of the AcqRel in `bury`.
+            if entry.load(Ordering::Acquire) & !GENERATION == 0 {
+                break entry;
+            }
+            number += 1;
+        };
+        self.number.store(number + 1, Ordering::Release);
+        let slab = Slab {
+            word: AtomicU64::new(FIRST as u64),
+            number,
+            len,
+            cap: if cfg!(oncekey_loom) { FIRST + MODEL_RECORDS * MODEL_UNITS } else { len / UNIT }
+                as u64,
+            opened: now,
+            reaped: AtomicU64::new(FIRST as u64),
+            lane: self.lanes.iter().position(|it| std::ptr::eq(it, lane)).unwrap_or(0),
+        };
+        // SAFETY: fresh memory of `len` bytes, aligned to a page.
+        unsafe {
+            std::ptr::with_exposed_provenance_mut::<Slab>(address as usize).write(slab);
+            #[cfg(oncekey_loom)]
+            for record in 0..MODEL_RECORDS {
+                let offset = (FIRST + record * MODEL_UNITS) * UNIT;
+                std::ptr::with_exposed_provenance_mut::<Record>(address as usize + offset)
+                    .write(Record::unwritten());
+            }
+        }
+        // Release, partner of `slab`: who finds it finds it whole.
+        entry.store(address | number >> 16 & GENERATION, Ordering::Release);
+        queue.slabs.push_back(Place::new(number, 0));
+        self.live.fetch_add(1, Ordering::Relaxed);
+        // Release, partner of `write`.
+        lane.open.store(address, Ordering::Release);
+        Some(())
+    }
+
+    /// The directory's entry, made if its chunk is missing. Called under `opening`.
+    fn entry_made(&self, index: usize) -> Option<&AtomicU64> {
+        let chunk = self.directory.get(index / CHUNK)?;
+        if chunk.load(Ordering::Relaxed) == 0 {
+            let made: Box<Chunk> = Box::new(std::array::from_fn(|_| AtomicU64::new(0)));
+            // Release, partner of `entry`.
+            chunk.store(Box::into_raw(made).expose_provenance() as u64, Ordering::Release);
+        }
+        self.entry(index)
+    }
+
+    /// Zeroed memory for a slab.
+    fn memory(&self, len: usize) -> u64 {
+        let mut spare = self.spare.lock();
+        if let Some(found) = spare.clean.iter().rposition(|(_, clean)| *clean == len) {
+            return spare.clean.swap_remove(found).0;
+        }
+        drop(spare);
+        let layout = Slab::layout(len);
+        // SAFETY: the layout is not empty.
+        let memory = unsafe { std::alloc::alloc_zeroed(layout) };
+        if memory.is_null() {
+            std::alloc::handle_alloc_error(layout);
+        }
+        memory.expose_provenance() as u64
+    }
+
+    /// Takes a slab without records out of the directory and gives its memory back (invariant 2).
+    fn bury(&self, slab: &Slab, emptied: Emptied, guard: &Guard) {
+        if !emptied.0 {
+            return;
+        }
+        let address = std::ptr::from_ref(slab).addr() as u64;
+        let Some(entry) = self.entry((slab.number % (1 << 16)) as usize) else { return };
+        let there = address | slab.number >> 16 & GENERATION;
+        // AcqRel: only one thread goes on from here, and nobody finds the slab any more. Failure:
+        // a late `add` has emptied it once more.
+        if entry.compare_exchange(there, 0, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return;
+        }
+        if let Some(lane) = self.lanes.get(slab.lane) {
+            let _ =
+                lane.open.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Acquire);
+        }
+        self.live.fetch_sub(1, Ordering::Relaxed);
+        let spare = Arc::clone(&self.spare);
+        let len = slab.len;
+        // SAFETY: neither the directory nor a lane leads to the slab.
+        unsafe { guard.defer(move || spare.lock().dirty.push((address, len))) }
+        guard.flush();
+    }
+
+    /// Closes slabs that are open for too long and makes records dead whose end has come, at most
+    /// `budget` of them; `reaped` is told of each. Only one thread at a time.
+    ///
+    /// Answers with the end of a record that comes next, and whether more are due.
+    pub(crate) fn sweep(
+        &self,
+        now: Millis,
+        budget: usize,
+        guard: &Guard,
+        mut reaped: impl FnMut(&Record),
+    ) -> (Option<Millis>, bool) {
+        let mut next: Option<Millis> = None;
+        let mut left = budget;
+        let mut sooner = |at: Millis| next = Some(next.map_or(at, |next| next.min(at)));
+        for lane in &self.lanes {
+            let mut turn = 0;
+            loop {
+                let place = lane.queue.lock().slabs.get(turn).copied();
+                let Some(place) = place else { break };
+                let Some(slab) = self.slab(place, guard) else {
+                    lane.queue.lock().slabs.remove(turn);
+                    continue;
+                };
+                let (dead, stop) = reap_slab(slab, now, &mut left, guard, &mut reaped);
+                let mut emptied = slab.take_away(dead);
+                let word = slab.word.load(Ordering::Acquire);
+                let old = now.0 >= slab.opened.plus(self.patience).0;
+                if word & CLOSED == 0 && (word < ONE || old) {
+                    let used = (word & (ONE - 1)) as usize * UNIT;
+                    if old && !cfg!(oncekey_loom) {
+                        // The next one as large as what such a time needs.
+                        let next = used.next_power_of_two().clamp(SMALLEST, LARGEST);
+                        lane.queue.lock().next = next;
+                    }
+                    emptied = slab.close();
+                }
+                self.bury(slab, emptied, guard);
+                match stop {
+                    Stop::Budget => return (Some(now), true),
+                    Stop::End(at) => {
+                        sooner(at);
+                        break;
+                    }
+                    // A record that is being written holds up its slab, not the others.
+                    Stop::Unwritten => {
+                        sooner(now);
+                        turn += 1;
+                    }
+                    Stop::Cursor => turn += 1,
+                }
+            }
+            let mut queue = lane.queue.lock();
+            if queue.slabs.capacity() > 4 * queue.slabs.len() + 16 {
+                queue.slabs.shrink_to_fit();
+            }
+        }
+        (next, false)
+    }
+
+    /// Zeroes memory of slabs for the next, keeps as much as a sixteenth of what is in use, and
+    /// gives the rest back. One slab for each call; true if there is more.
+    pub(crate) fn clean(&self) -> bool {
+        let mut spare = self.spare.lock();
+        let wanted = (self.live.load(Ordering::Relaxed) / 16) as usize;
+        if spare.clean.len() > wanted {
+            if let Some((address, len)) = spare.clean.pop() {
+                drop(spare);
+                release(address, len);
+            }
+            return true;
+        }
+        let Some((address, len)) = spare.dirty.pop() else { return false };
+        let keep = spare.clean.len() < wanted && len == LARGEST;
+        drop(spare);
+        if keep && !cfg!(oncekey_loom) {
+            // SAFETY: nobody else knows of this memory, and it has `len` bytes.
+            unsafe { std::ptr::with_exposed_provenance_mut::<u8>(address as usize).write_bytes(0, len) }
+            self.spare.lock().clean.push((address, len));
+        } else {
+            release(address, len);
+        }
+        true
+    }
+}
+
+type Chunk = [AtomicU64; CHUNK];
+
+/// Why the reaping of a slab has stopped.
+enum Stop {
+    /// At a record whose end this is.
+    End(Millis),
+    /// At a record that is not yet confirmed.
+    Unwritten,
+    /// Nothing more is in it.
+    Cursor,
+    Budget,
+}
+
+/// Makes records at the front of a slab dead. Answers how many it was.
+fn reap_slab(
+    slab: &Slab,
+    now: Millis,
+    left: &mut usize,
+    guard: &Guard,
+    reaped: &mut impl FnMut(&Record),
+) -> (u64, Stop) {
+    let mut dead = 0;
+    let mut offset = slab.reaped.load(Ordering::Relaxed);
+    let stop = loop {
+        let cursor = slab.word.load(Ordering::Acquire) & (ONE - 1);
+        if offset >= cursor.min(slab.cap) {
+            break Stop::Cursor;
+        }
+        let record = slab.record(offset);
+        let state = record.state();
+        match state & 3 {
+            UNWRITTEN | WRITTEN => break Stop::Unwritten,
+            LIVE => {
+                if now < record.end() {
+                    break Stop::End(record.end());
+                }
+                if *left == 0 {
+                    break Stop::Budget;
+                }
+                *left -= 1;
+                let end = record.state.compare_exchange(
+                    state,
+                    state | DEAD,
+                    Ordering::AcqRel,
+                    Ordering::Acquire,
+                );
+                // Failure: forgotten this very moment, by who gives its room back.
+                if end.is_ok() {
+                    reaped(record);
+                    record.drop_outcome(guard);
+                    dead += 1;
+                }
+            }
+            _ => {}
+        }
+        offset += state >> 2;
+    };
+    slab.reaped.store(offset, Ordering::Relaxed);
+    (dead, stop)
+}
+
+fn release(address: u64, len: usize) {
+    // SAFETY: it came from `memory` with this length, and nobody knows of it any more.
+    unsafe {
+        let memory = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+        std::alloc::dealloc(memory, Slab::layout(len));
+    }
+}
+
+impl Drop for Slabs {
+    fn drop(&mut self) {
+        for lane in &self.lanes {
+            for place in std::mem::take(&mut lane.queue.lock().slabs) {
+                let guard = crate::reclaim::pin();
+                let Some(slab) = self.slab(place, &guard) else { continue };
+                let mut offset = FIRST as u64;
+                while offset < (slab.word.load(Ordering::Acquire) & (ONE - 1)).min(slab.cap) {
+                    let record = slab.record(offset);
+                    let state = record.state();
+                    if state == UNWRITTEN {
+                        break;
+                    }
+                    if state & 3 != DEAD {
+                        record.drop_outcome(&guard);
+                    }
+                    offset += state >> 2;
+                }
+                let (address, len) = (std::ptr::from_ref(slab).addr() as u64, slab.len);
+                self.spare.lock().dirty.push((address, len));
+            }
+        }
+        for chunk in &self.directory {
+            let chunk = chunk.load(Ordering::Acquire) as usize;
+            if chunk != 0 {
+                // SAFETY: `entry_made` has made it from a box; nobody uses the store any more.
+                unsafe { drop(Box::from_raw(std::ptr::with_exposed_provenance_mut::<Chunk>(chunk))) }
+            }
+        }
+    }
+}
