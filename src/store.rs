@@ -131,6 +131,7 @@ impl StoreBuilder {
     /// before they run; no live record is dropped.
     ///
     /// Default 1,000,000: 11 new keys a second at the default retention. Needed: rate x retention.
+    /// At most 2^31, larger numbers are clamped.
     pub fn max_keys(mut self, max_keys: usize) -> Self {
         self.max_keys = max_keys;
         self
@@ -221,7 +222,9 @@ impl StoreBuilder {
         if let Some(share) = self.max_keys_per_account {
             at_least("max_keys_per_account", 1, share)?;
         }
-        let room = Room::new(self.max_keys, self.max_bytes, self.max_keys_per_account);
+        // A wheel holds no more; a record needs far more memory than this machine has then.
+        let max_keys = self.max_keys.min(crate::wheel::MOST_TIMERS);
+        let room = Room::new(max_keys, self.max_bytes, self.max_keys_per_account);
         let waiters = Waiters::new(self.max_waiters_per_key, self.max_waiters);
         let engine = Arc::new(Engine::new(settings, self.clock.0, room, waiters));
         if self.sweep == Sweep::Thread {
@@ -324,11 +327,7 @@ impl Store {
     /// # Errors
     ///
     /// [`ClaimError`] if `id` is new and cannot be taken in. Nothing was claimed then.
-    pub fn claim(
-        &self,
-        id: &Identity<'_>,
-        fingerprint: Fingerprint,
-    ) -> Result<Claim, ClaimError> {
+    pub fn claim(&self, id: &Identity<'_>, fingerprint: Fingerprint) -> Result<Claim, ClaimError> {
         self.claim_with(id, fingerprint, |_| None)
     }
 

@@ -105,11 +105,13 @@ impl<T> Wheel<T> {
     }
 
     /// How many items there are.
+    #[cfg(test)]
     pub(crate) const fn len(&self) -> usize {
         self.timers.len()
     }
 
     /// Heap bytes of the wheel, without what the items own.
+    #[cfg(test)]
     pub(crate) const fn bytes(&self) -> usize {
         size_of::<[u32; OPEN + 1]>() + self.timers.bytes()
     }

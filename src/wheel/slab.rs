@@ -52,11 +52,13 @@ impl<V> Slab<V> {
         Self { directory: Vec::new(), room: NIL, holes: NIL, held: 0, len: 0 }
     }
 
+    #[cfg(test)]
     pub(super) const fn len(&self) -> usize {
         self.len
     }
 
     /// Heap bytes.
+    #[cfg(test)]
     pub(super) const fn bytes(&self) -> usize {
         self.directory.capacity() * size_of::<Chunk<V>>()
             + self.held * size_of::<[Option<V>; CHUNK]>()
@@ -221,6 +223,7 @@ mod tests {
                 assert_eq!(found, expected);
             }
             assert!(held <= len + 1);
+            assert!(self.directory.first().is_none_or(|chunk| chunk.slots.is_some()));
             assert!(self.directory.last().is_none_or(|chunk| chunk.slots.is_some()));
             let room = SMALL_DIRECTORY.max(4 * self.directory.len() + 4);
             assert!(self.directory.capacity() <= room);

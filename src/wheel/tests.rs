@@ -82,6 +82,15 @@ fn time_never_goes_back() {
     assert_eq!(wheel.all(60), ['b']);
 }
 
+/// The wheel turns through empty time too, so that the next deadline is as good as it can be.
+#[test]
+fn after_a_long_idle_time_the_near_future_is_exact() {
+    let mut wheel = Wheel::new(0);
+    assert_eq!(wheel.all(3 * DAY), []);
+    wheel.insert(3 * DAY + 1, 'a');
+    assert_eq!(wheel.next_deadline(), Some(3 * DAY + 1));
+}
+
 #[test]
 fn a_stale_id_finds_nothing() {
     let mut wheel = Wheel::new(0);
