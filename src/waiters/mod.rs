@@ -53,16 +53,17 @@ impl Seat {
     /// Takes the gift, or keeps the waker of `cx` for it.
     pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<Gift> {
         let mut place = self.place.lock();
-        match place.gift.take() {
-            Some(gift) => Poll::Ready(gift),
-            None => {
-                match &mut place.waker {
-                    Some(waker) => waker.clone_from(cx.waker()),
-                    none => *none = Some(cx.waker().clone()),
-                }
-                Poll::Pending
-            }
+        if let Some(gift) = place.gift.take() {
+            return Poll::Ready(gift);
         }
+        if place.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+            return Poll::Pending;
+        }
+        let old = place.waker.replace(cx.waker().clone());
+        drop(place);
+        // Unlocked: with a waker its task may end, and that may end anything.
+        drop(old);
+        Poll::Pending
     }
 
     fn give(&self, gift: Gift) -> Option<Waker> {
