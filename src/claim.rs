@@ -145,6 +145,10 @@ impl Pending {
             if let Some(settled) = block_on(&mut wait, nap) {
                 return Ok(settled);
             }
+            if limit > timer.now() && !wait.remaining().is_zero() {
+                // The owner has renewed: the seat in the queue stays.
+                continue;
+            }
             match wait.into_pending() {
                 Ok(pending) if limit <= timer.now() => return Err(TimedOut { pending }),
                 Ok(pending) => wait = pending.wait(),
