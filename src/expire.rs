@@ -70,7 +70,7 @@ impl Expiry {
         self.alarm.no_later_than(at);
     }
 
-    /// Takes the timer of a record away that has left the index.
+    /// Takes the timer of a record away, if it has one and it has not fired.
     pub(crate) fn cancel(&self, record: &Arc<Record>, parts: &mut Parts) {
         if let Some((timer, _)) = parts.timer.take() {
             // Bound to a name so that the record is dropped after the lock.

@@ -7,7 +7,7 @@
 use std::fmt;
 
 use crate::{
-    engine::{Abandon, By, Engine},
+    engine::{Abandon, By, Engine, Finish},
     error::Lost,
     fingerprint::Fingerprint,
     identity::Identity,
@@ -110,8 +110,8 @@ impl Permit {
 
     fn finish(mut self, outcome: Option<Outcome>) -> Result<Completed, Lost> {
         let Owned { engine, record, number } = self.settle();
-        let kept = engine.complete(record, By::Owner(*number), outcome)?;
-        Ok(Completed { kept })
+        let finish = engine.complete(record, By::Owner(*number), outcome)?;
+        Ok(Completed { kept: matches!(finish, Finish::Kept) })
     }
 
     /// The claim, for a verb that ends the permit.
@@ -153,7 +153,8 @@ impl Permit {
         engine.hold(record, *number)
     }
 
-    /// Shows a sign of life: the lease ends one lease from now, never earlier than before.
+    /// Shows a sign of life: the lease ends one lease from now, never earlier than before. A claim
+    /// that is attended gets no more time by it.
     ///
     /// # Errors
     ///

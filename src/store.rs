@@ -258,8 +258,7 @@ impl Sweeper for Background {
         loop {
             // Not held across steps: a store that is dropped ends soon.
             let engine = self.0.upgrade()?;
-            let now = engine.now();
-            if engine.sweep_step(now).more {
+            if engine.sweep_step().more {
                 // Callers that wait for a lock that the step held come first.
                 thread::yield_now();
                 continue;
@@ -437,10 +436,9 @@ impl Store {
     /// Reaps what has ended by now, in bounded steps, and judges lapsed leases. With
     /// [`Sweep::Thread`] it need not be called.
     pub fn sweep(&self) -> Swept {
-        let now = self.engine.now();
         let mut swept = Swept { reaped: 0 };
         loop {
-            let step = self.engine.sweep_step(now);
+            let step = self.engine.sweep_step();
             swept.reaped += step.reaped;
             if !step.more {
                 self.engine.trim();

@@ -10,7 +10,7 @@
 mod operate;
 mod settle;
 
-pub(crate) use settle::By;
+pub(crate) use settle::{By, Finish};
 
 use std::{hash::BuildHasher, task::Waker, time::Duration};
 
@@ -72,6 +72,9 @@ pub(crate) struct Engine {
     clock: Box<dyn Clock>,
     /// The clock's reading when the store was built.
     origin: Duration,
+    /// The latest time ever read, in milliseconds: a clock that steps back stops time (R23).
+    /// Relaxed, because it publishes nothing and only grows.
+    latest: AtomicU64,
     index: Index,
     room: Room,
     expiry: Expiry,
@@ -152,6 +155,64 @@ impl<'a> Asked<'a> {
     }
 }
 
+/// The record of a claim that has not won yet. If it does not win, what was taken for it is given
+/// back.
+struct Fresh<'a> {
+    engine: &'a Engine,
+    record: Option<Arc<Record>>,
+}
+
+impl Fresh<'_> {
+    /// Makes the record, unless an earlier round has made it already. If it is to take the place
+    /// of another one (`succeeds`), it may do so without room of its own.
+    fn make(
+        &mut self,
+        frame: &[u8],
+        fingerprint: Fingerprint,
+        now: Millis,
+        succeeds: bool,
+    ) -> Result<Arc<Record>, ClaimError> {
+        let engine = self.engine;
+        if let Some(record) = &self.record {
+            let mut parts = record.parts();
+            if parts.room == 0 && !succeeds {
+                parts.room = engine.enter(frame, now).map_err(|it| engine.refused(it, now))?;
+            }
+            return Ok(Arc::clone(record));
+        }
+        let room = match engine.enter(frame, now) {
+            Ok(room) => room,
+            Err(_) if succeeds => 0,
+            Err(refusal) => return Err(engine.refused(refusal, now)),
+        };
+        engine.in_flight.fetch_add(1, Ordering::SeqCst);
+        let record = Arc::new(Record::new(
+            frame.into(),
+            engine.index.hash(frame),
+            fingerprint,
+            now,
+            now.plus(engine.settings.lease),
+            room,
+        ));
+        self.record = Some(Arc::clone(&record));
+        if engine.draining.load(Ordering::SeqCst) {
+            return Err(ClaimError::Draining);
+        }
+        Ok(record)
+    }
+}
+
+impl Drop for Fresh<'_> {
+    fn drop(&mut self) {
+        let Some(record) = &self.record else { return };
+        let room = std::mem::take(&mut record.parts().room);
+        if room > 0 {
+            self.engine.room.leave(record.account(), room);
+        }
+        self.engine.landed(Kind::InFlight);
+    }
+}
+
 /// How an old record answers a claim.
 enum Meeting {
     Answer(Met),
@@ -171,6 +232,7 @@ impl Engine {
         Self {
             settings,
             origin: clock.now(),
+            latest: AtomicU64::new(0),
             clock,
             index: Index::new(),
             room,
@@ -186,7 +248,13 @@ impl Engine {
     }
 
     pub(crate) fn now(&self) -> Millis {
-        Millis::at(self.clock.now().saturating_sub(self.origin))
+        let read = Millis::at(self.clock.now().saturating_sub(self.origin));
+        let latest = Millis(self.latest.load(Ordering::Relaxed));
+        if read <= latest {
+            return latest;
+        }
+        // Written at most once a millisecond by each thread.
+        Millis(self.latest.fetch_max(read.0, Ordering::Relaxed)).max(read)
     }
 
     pub(crate) fn owner(&self) -> u64 {
@@ -235,35 +303,36 @@ impl Engine {
         asked: &mut Asked<'_>,
         now: Millis,
     ) -> Result<Met, ClaimError> {
-        let mut fresh = None;
+        let mut fresh = Fresh { engine: self, record: None };
         let mut found = self.index.find(frame);
         loop {
             let Some(old) = found else {
-                let new = self.fresh(&mut fresh, frame, asked.own, now)?;
-                match self.index.insert(&new) {
-                    Ok(()) => return Ok(self.won(new, now)),
+                let new = fresh.make(frame, asked.own, now, false)?;
+                match self.index.insert(&new, || new.name_owner(self.next_token(), now)) {
+                    Ok(()) => {
+                        fresh.record = None;
+                        return Ok(self.won(new, now));
+                    }
                     Err(there) => found = Some(there),
                 }
                 continue;
             };
             match self.meet(&old, asked, now) {
-                Meeting::Answer(met) => {
-                    if let Some(unused) = fresh {
-                        self.unuse(&unused);
-                    }
-                    return Ok(met);
-                }
+                Meeting::Answer(met) => return Ok(met),
                 Meeting::Lapsed(word) => {
-                    // Room first: a claim that is refused must not have ended the old one.
-                    self.fresh(&mut fresh, frame, asked.own, now)?;
+                    // First: a claim that is refused must not have ended the old one.
+                    fresh.make(frame, asked.own, now, true)?;
                     self.take_over(&old, word, now);
                     found = Some(old);
                 }
                 Meeting::Over(word) => {
-                    let new = self.fresh(&mut fresh, frame, asked.own, now)?;
-                    if self.index.replace(&old, &new) {
+                    let new = fresh.make(frame, asked.own, now, true)?;
+                    let replaced = self
+                        .succeed(&old, &new, now)
+                        .map_err(|refusal| self.refused(refusal, now))?;
+                    if replaced {
+                        fresh.record = None;
                         self.count_end(word);
-                        self.vacate(&old);
                         return Ok(self.won(new, now));
                     }
                     found = self.index.find(frame);
@@ -272,49 +341,60 @@ impl Engine {
         }
     }
 
-    /// Makes the record of a new claim, unless an earlier round has made it already.
-    fn fresh(
-        &self,
-        fresh: &mut Option<Arc<Record>>,
-        frame: &[u8],
-        fingerprint: Fingerprint,
-        now: Millis,
-    ) -> Result<Arc<Record>, ClaimError> {
-        if let Some(record) = fresh {
-            return Ok(Arc::clone(record));
-        }
-        let bytes = Record::cost(frame.len()) + self.settings.reserve;
+    /// Takes room for a new record, and bytes it needs.
+    fn enter(&self, frame: &[u8], now: Millis) -> Result<usize, Refusal> {
+        let bytes = self.needed(frame);
         let account = Identity::from_frame(frame).account();
-        if let Err(refusal) = self.room.enter(account, bytes) {
+        self.room.enter(account, bytes).or_else(|refusal| {
             // What has ended already makes room, one bounded step of it.
             let due = self.expiry.next().is_some_and(|next| next <= now);
-            if !due || self.sweep_step(now).reaped == 0 || self.room.enter(account, bytes).is_err()
-            {
-                return Err(self.refused(refusal, now));
+            if due && self.sweep_step().reaped > 0 {
+                return self.room.enter(account, bytes);
             }
-        }
-        self.in_flight.fetch_add(1, Ordering::SeqCst);
-        let record = Arc::new(Record::new(
-            frame.into(),
-            self.index.hash(frame),
-            fingerprint,
-            self.next_token(),
-            now,
-            now.plus(self.settings.lease),
-            bytes,
-        ));
-        if self.draining.load(Ordering::SeqCst) {
-            self.unuse(&record);
-            return Err(ClaimError::Draining);
-        }
-        *fresh = Some(Arc::clone(&record));
-        Ok(record)
+            Err(refusal)
+        })?;
+        Ok(bytes)
     }
 
-    /// Gives back what [`Engine::fresh`] has taken for a record that was not put in.
-    fn unuse(&self, record: &Arc<Record>) {
-        self.room.leave(record.account(), std::mem::take(&mut record.parts().room));
-        self.landed(Kind::InFlight);
+    /// Bytes that a record in flight takes.
+    fn needed(&self, frame: &[u8]) -> usize {
+        Record::cost(frame.len()).saturating_add(self.settings.reserve)
+    }
+
+    /// Puts `new` where `old`, which is over, stands; false if it no longer does. If no room was
+    /// found for `new`, it takes that of `old`: it is no new identity that a full store or account
+    /// could refuse (R10, R25).
+    fn succeed(&self, old: &Arc<Record>, new: &Arc<Record>, now: Millis) -> Result<bool, Refusal> {
+        let enter = || new.name_owner(self.next_token(), now);
+        if new.parts().room > 0 {
+            let replaced = self.index.replace(old, new, enter);
+            if replaced {
+                self.vacate(old);
+            }
+            return Ok(replaced);
+        }
+        // What a record that is over has taken changes no more until it leaves the index.
+        let (linked, taken) = {
+            let parts = old.parts();
+            (parts.linked, parts.room)
+        };
+        let needed = self.needed(old.frame());
+        let more = needed.saturating_sub(taken);
+        if !linked {
+            return Ok(false);
+        }
+        if !self.room.grow(more) {
+            return Err(Refusal::Store);
+        }
+        // Before anybody sees it: whoever ends it gives this back.
+        new.parts().room = needed;
+        if self.index.replace(old, new, enter) {
+            self.room.shrink(self.unlinked(old).saturating_add(more) - needed);
+            return Ok(true);
+        }
+        new.parts().room = 0;
+        self.room.shrink(more);
+        Ok(false)
     }
 
     fn won(&self, record: Arc<Record>, now: Millis) -> Met {

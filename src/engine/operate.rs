@@ -16,7 +16,10 @@ use crate::{
     waiters::Gift,
 };
 
-use super::{Engine, settle::By};
+use super::{
+    Engine,
+    settle::{By, Finish},
+};
 
 /// What one step of the sweep did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,7 +53,8 @@ impl Engine {
         let (record, view) = self.live(frame).ok_or(ResolveError::Absent)?;
         self.resolvable(view)?;
         match self.complete(&record, By::Operator, Some(outcome)) {
-            Ok(_) => {
+            Ok(Finish::NoRoom(outcome)) => Err(ResolveError::Full(outcome)),
+            Ok(Finish::Kept | Finish::NotKept) => {
                 self.counters.resolved.up();
                 Ok(())
             }
@@ -80,16 +84,20 @@ impl Engine {
         }
     }
 
-    /// Forgets an identity. True if a caller could have seen it.
+    /// Forgets an identity. True if a caller could have seen it. A lapsed claim is not busy: it is
+    /// as good as held, or anybody's.
     pub(crate) fn forget(&self, record: &Arc<Record>, force: bool) -> Result<bool, Busy> {
         loop {
             let word = record.word();
             let view = word.view(self.now());
             match word.kind() {
-                Kind::InFlight if !force => return Err(Busy),
+                Kind::InFlight if view == View::InFlight && !force => return Err(Busy),
                 Kind::InFlight | Kind::Held => {
                     if record.swap(word, word.ended()).is_err() {
                         continue;
+                    }
+                    if view == View::Lapsed {
+                        self.counters.lapsed.up();
                     }
                     self.landed(word.kind());
                 }
@@ -157,7 +165,8 @@ impl Engine {
     }
 
     /// Looks at a bounded number of records whose timers have fired (R24).
-    pub(crate) fn sweep_step(&self, now: Millis) -> Step {
+    pub(crate) fn sweep_step(&self) -> Step {
+        let now = self.now();
         let mut fired = Vec::new();
         let more = self.expiry.fired(now, &mut fired);
         let looked_at = fired.len();
@@ -172,11 +181,9 @@ impl Engine {
 
     /// Looks at one record whose timer has fired; true if it was taken out.
     fn fire(&self, record: &Arc<Record>, now: Millis) -> bool {
-        {
-            // A timer set for later by somebody else in the meantime stays.
-            let mut parts = record.parts();
-            parts.timer = parts.timer.filter(|(_, set)| *set > now);
-        }
+        // Whether it is the timer that has fired or one set since: what follows sets the one that is
+        // needed, by a state seen after this.
+        self.expiry.cancel(record, &mut record.parts());
         loop {
             let word = record.word();
             match word.view(now) {

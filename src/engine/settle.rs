@@ -6,13 +6,24 @@ use crate::{
     outcome::Outcome,
     record::{
         Record,
-        word::{Kind, Word},
+        word::{Kind, View, Word},
     },
     sync::{Arc, Ordering},
     waiters::Gift,
 };
 
 use super::Engine;
+
+/// How a completion went.
+#[derive(Debug)]
+pub(crate) enum Finish {
+    /// The answer is kept.
+    Kept,
+    /// There was no answer to keep, or no room for it.
+    NotKept,
+    /// There was no room for what an operator brought: nothing changed.
+    NoRoom(Outcome),
+}
 
 /// Who settles a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,13 +50,14 @@ impl By {
 }
 
 impl Engine {
-    /// Finishes a claim with an answer, or without one kept. Answers whether it was kept.
+    /// Finishes a claim with an answer, or without one kept. An owner's answer that finds no room
+    /// is not kept, because the work is done (R25); an operator can come back.
     pub(crate) fn complete(
         &self,
         record: &Arc<Record>,
         by: By,
         answer: Option<Outcome>,
-    ) -> Result<bool, Lost> {
+    ) -> Result<Finish, Lost> {
         let now = self.now();
         let end = now.plus(self.settings.retention);
         let own = Record::cost(record.frame().len());
@@ -59,6 +71,10 @@ impl Engine {
         let wanted = own + answer.as_ref().map_or(0, Outcome::size);
         let more = wanted.saturating_sub(parts.room);
         let fits = more == 0 || self.room.grow(more);
+        let answer = match answer {
+            Some(answer) if !fits && by == By::Operator => return Ok(Finish::NoRoom(answer)),
+            answer => answer,
+        };
         let kept = answer.is_some() && fits;
         let kind = if kept { Kind::Completed } else { Kind::NotKept };
         while let Err(moved) = record.swap(word, Word::new(kind, end)) {
@@ -88,7 +104,7 @@ impl Engine {
         if word.has_waiters() {
             self.waiters.wake_all(record, || Gift::LookAgain);
         }
-        Ok(kept)
+        Ok(if kept { Finish::Kept } else { Finish::NotKept })
     }
 
     /// Gives an identity up. With an answer, the waiters present get it; else the oldest of them
@@ -133,10 +149,10 @@ impl Engine {
         let heir = self.waiters.wake_heir(record, || {
             let before = record.token();
             let token = self.next_token();
-            record.hand_over(token, now);
+            record.name_owner(token, now);
             let next = Word::new(Kind::InFlight, deadline).with_waiters();
             if record.swap(word, next).is_err() {
-                record.hand_over(before, now);
+                record.name_owner(before, now);
                 return None;
             }
             Some(token)
@@ -187,24 +203,26 @@ impl Engine {
         true
     }
 
-    /// Moves the deadline of a lease to a lease from now, never backwards.
+    /// Moves the deadline of a lease to a lease from now, never backwards. An attended claim is
+    /// renewed as it is.
     pub(crate) fn renew(&self, record: &Arc<Record>, token: u64) -> Result<(), Lost> {
-        let deadline = self.now().plus(self.settings.lease);
-        self.redate(record, token, |word| word.with_at(word.at().max(deadline)))
+        let now = self.now();
+        let deadline = now.plus(self.settings.lease);
+        self.redate(record, token, now, |word| word.with_at(word.at().max(deadline)))
     }
 
     /// Takes the claim as renewed from now on, until `max_run` from now (R8).
     pub(crate) fn attend(&self, record: &Arc<Record>, token: u64) -> Result<(), Lost> {
-        let deadline = self.now().plus(self.settings.max_run);
-        self.redate(record, token, |word| {
-            if word.is_attended() { word } else { word.with_at(deadline).attended() }
-        })
+        let now = self.now();
+        let deadline = now.plus(self.settings.max_run);
+        self.redate(record, token, now, |word| word.with_at(deadline).attended())
     }
 
     fn redate(
         &self,
         record: &Arc<Record>,
         token: u64,
+        now: Millis,
         next: impl Fn(Word) -> Word,
     ) -> Result<(), Lost> {
         loop {
@@ -214,10 +232,24 @@ impl Engine {
             if let Some(cause) = stale.or(held) {
                 return Err(self.lost(cause, None));
             }
+            if word.is_attended() {
+                // Nothing gives it more time than `max_run`.
+                if word.view(now) == View::InFlight {
+                    return Ok(());
+                }
+                self.hold_lapsed(record, word, now);
+                continue;
+            }
             let next = next(word);
             if record.swap(word, next).is_ok() {
-                // A lease cut short (attended for less than a lease) must still be seen in time.
-                self.expiry.by_tick(record, &mut record.parts(), next.at());
+                // A lease cut short (attended for less than a lease) must still be seen in time,
+                // by those who wait to the millisecond. Who registers after the swap sees to it.
+                let mut parts = record.parts();
+                if next.has_waiters() {
+                    self.expiry.exactly(record, &mut parts, next.at());
+                } else {
+                    self.expiry.by_tick(record, &mut parts, next.at());
+                }
                 return Ok(());
             }
         }
@@ -235,7 +267,9 @@ impl Engine {
         }
         let before = self.in_flight.fetch_sub(1, Ordering::SeqCst);
         if before == 1 && self.draining.load(Ordering::SeqCst) {
-            for waker in std::mem::take(&mut *self.drained.lock()) {
+            // Unlocked before they are called: a waker may ask whether the store is drained.
+            let drained = std::mem::take(&mut *self.drained.lock());
+            for waker in drained {
                 waker.wake();
             }
         }
@@ -252,9 +286,14 @@ impl Engine {
 
     /// Gives back what a record has taken that was in the index (record invariant 3).
     pub(super) fn vacate(&self, record: &Arc<Record>) {
+        self.room.leave(record.account(), self.unlinked(record));
+    }
+
+    /// Notes that a record has left the index, and hands out the bytes that were taken for it.
+    pub(super) fn unlinked(&self, record: &Arc<Record>) -> usize {
         let mut parts = record.parts();
         parts.linked = false;
         self.expiry.cancel(record, &mut parts);
-        self.room.leave(record.account(), std::mem::take(&mut parts.room));
+        std::mem::take(&mut parts.room)
     }
 }

@@ -22,10 +22,7 @@ pub(crate) struct Index {
 
 impl Index {
     pub(crate) fn new() -> Self {
-        Self {
-            map: DashMap::with_hasher(ahash::RandomState::new()),
-            removed: AtomicUsize::new(0),
-        }
+        Self { map: DashMap::with_hasher(ahash::RandomState::new()), removed: AtomicUsize::new(0) }
     }
 
     pub(crate) fn hash(&self, frame: &[u8]) -> u64 {
@@ -36,10 +33,17 @@ impl Index {
         self.map.get(frame).map(|found| Arc::clone(&found))
     }
 
-    /// Puts `record` in if its identity is absent, else answers with what is there.
-    pub(crate) fn insert(&self, record: &Arc<Record>) -> Result<(), Arc<Record>> {
+    /// Puts `record` in if its identity is absent, else answers with what is there. `enter` runs
+    /// when it is sure to be put in, after every record of the identity before it has left and
+    /// before anybody sees this one.
+    pub(crate) fn insert(
+        &self,
+        record: &Arc<Record>,
+        enter: impl FnOnce(),
+    ) -> Result<(), Arc<Record>> {
         match self.map.entry(Arc::clone(record.frame())) {
             Entry::Vacant(place) => {
+                enter();
                 place.insert(Arc::clone(record));
                 Ok(())
             }
@@ -47,10 +51,17 @@ impl Index {
         }
     }
 
-    /// Puts `new` where `old` is. False if `old` is no longer there.
-    pub(crate) fn replace(&self, old: &Arc<Record>, new: &Arc<Record>) -> bool {
+    /// Puts `new` where `old` is. False if `old` is no longer there. `enter` as in
+    /// [`Index::insert`].
+    pub(crate) fn replace(
+        &self,
+        old: &Arc<Record>,
+        new: &Arc<Record>,
+        enter: impl FnOnce(),
+    ) -> bool {
         match self.map.get_mut(&**old.frame()) {
             Some(mut there) if Arc::ptr_eq(&there, old) => {
+                enter();
                 *there = Arc::clone(new);
                 true
             }

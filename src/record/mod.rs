@@ -38,8 +38,10 @@ pub(crate) struct Record {
     /// A [`Word`]. Compare-and-swap only, AcqRel: it publishes what was written before it to
     /// whoever loads it with Acquire.
     state: AtomicU64,
-    /// The number of the claim's token. Written at the making, and at a hand-over by the owner
-    /// that gives the record up, while it holds the lock of the waiters' list.
+    /// The number of the claim's token; zero before the record is in the index. Written under the
+    /// lock of its place there, when it is put in, so that a later claim of the identity has a
+    /// higher one (R9); and at a hand-over by the owner that gives the record up, while it holds
+    /// the lock of the waiters' list.
     token: AtomicU64,
     /// When the present owner won, in milliseconds. For the age shown to operators.
     claimed: AtomicU64,
@@ -60,26 +62,27 @@ pub(crate) struct Parts {
     pub(crate) settled: Millis,
     /// The record's one timer and when it fires; it may fire early, never late.
     pub(crate) timer: Option<(TimerId, Millis)>,
-    /// Bytes taken from the store's room for this record.
+    /// Bytes taken from the store's room for this record. Changes while the record is in flight or
+    /// held, and when it leaves the index.
     pub(crate) room: usize,
     /// See invariant 3.
     pub(crate) linked: bool,
 }
 
 impl Record {
-    /// A record in flight, whose lease ends at `deadline`. `room` bytes are taken for it.
+    /// A record in flight, whose lease ends at `deadline`. `room` bytes are taken for it. It has no
+    /// token yet.
     pub(crate) fn new(
         identity: Arc<[u8]>,
         hash: u64,
         fingerprint: Fingerprint,
-        token: u64,
         now: Millis,
         deadline: Millis,
         room: usize,
     ) -> Self {
         Self {
             state: AtomicU64::new(Word::new(Kind::InFlight, deadline).bits()),
-            token: AtomicU64::new(token),
+            token: AtomicU64::new(0),
             claimed: AtomicU64::new(now.0),
             identity,
             hash,
@@ -115,12 +118,12 @@ impl Record {
     }
 
     pub(crate) fn token(&self) -> u64 {
-        // Acquire, partner of the Release in `hand_over`.
+        // Acquire, partner of the Release in `name_owner`.
         self.token.load(Ordering::Acquire)
     }
 
-    /// Names the next owner. Called under the lock of the waiters' list, before the state moves.
-    pub(crate) fn hand_over(&self, token: u64, now: Millis) {
+    /// Names the owner, see `token`. At a hand-over before the state moves.
+    pub(crate) fn name_owner(&self, token: u64, now: Millis) {
         self.claimed.store(now.0, Ordering::Relaxed);
         self.token.store(token, Ordering::Release);
     }
