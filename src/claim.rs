@@ -148,6 +148,10 @@ impl Pending {
             if let Some(settled) = block_on(&mut wait, nap) {
                 return Ok(settled);
             }
+            if limit > timer.now() && !wait.remaining().is_zero() {
+                // The owner has renewed: the seat in the queue stays.
+                continue;
+            }
             match wait.into_pending() {
                 Ok(pending) if limit <= timer.now() => return Err(TimedOut { pending }),
                 Ok(pending) => wait = pending.wait(),
@@ -195,13 +199,15 @@ impl Pending {
         Some(match gift {
             Gift::LookAgain => return None,
             Gift::Completed { outcome, settled, end } => {
-                self.hold.lane().counters.replays.up();
                 let now = engine.now();
+                if now >= end {
+                    return None;
+                }
+                let Some(outcome) = outcome else { return Some(Settled::NotKept) };
+                self.hold.lane().counters.replays.up();
                 let (age, remaining) = (now.since(settled), end.since(now));
                 Settled::Completed(Replay { answer: Answer { outcome, age, remaining } })
             }
-            Gift::NotKept => Settled::NotKept,
-            Gift::Held => Settled::Held,
             Gift::Answer(answer) => Settled::Answered(answer),
             Gift::Permit(owned, number) => {
                 Settled::Yours(Permit::new(Arc::clone(&self.hold), owned, number))

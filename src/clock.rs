@@ -74,9 +74,9 @@ impl ManualClock {
     pub fn advance(&self, by: Duration) {
         let by = Millis::rounding_up(by).0;
         // The closure always answers Some, so there is no failure to handle.
-        let _ = self.millis.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
-            Some(now.saturating_add(by))
-        });
+        let _ = self
+            .millis
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| Some(now.saturating_add(by)));
     }
 }
 

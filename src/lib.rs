@@ -39,9 +39,9 @@ pub use clock::{Clock, ManualClock, SystemClock};
 pub use engine::{Abandon, Lapse};
 pub use error::{Busy, ClaimError, ConfigError, Lost, LostCause, ResolveError};
 pub use fingerprint::{Fingerprint, FingerprintBuilder, Scheme};
-pub use header::{Key, KeyError};
 #[cfg(feature = "http")]
 pub use header::KeyForm;
+pub use header::{Key, KeyError};
 pub use identity::{Identity, IdentityError};
 pub use outcome::{HeaderLines, Outcome};
 pub use permit::{Completed, Permit, Token};

@@ -103,7 +103,12 @@ impl Outcome {
 
     /// What the outcome costs a store, in bytes.
     pub fn size(&self) -> usize {
-        OVERHEAD + self.head.len() + self.body.len()
+        Self::size_of(self.len())
+    }
+
+    /// What an outcome of so many bytes costs.
+    pub(crate) fn size_of(len: usize) -> usize {
+        OVERHEAD + len
     }
 }
 

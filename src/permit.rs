@@ -7,7 +7,7 @@
 use std::fmt;
 
 use crate::{
-    engine::{Abandon, By},
+    engine::{Abandon, By, Finish},
     error::Lost,
     fingerprint::Fingerprint,
     identity::Identity,
@@ -114,8 +114,8 @@ impl Permit {
         let Claimed { hold, owned, .. } = self.settle();
         let guard = reclaim::pin();
         let (engine, lane) = (hold.engine(), hold.lane());
-        let kept = engine.complete(lane, owned.cell(), By::Owner, outcome, &guard)?;
-        Ok(Completed { kept })
+        let finish = engine.complete(lane, owned.cell(), By::Owner, outcome, &guard)?;
+        Ok(Completed { kept: matches!(finish, Finish::Kept) })
     }
 
     /// The claim, for a verb that ends the permit.
@@ -157,7 +157,8 @@ impl Permit {
         hold.engine().hold(hold.lane(), owned)
     }
 
-    /// Shows a sign of life: the lease ends one lease from now, never earlier than before.
+    /// Shows a sign of life: the lease ends one lease from now, never earlier than before. A claim
+    /// that is attended gets no more time by it.
     ///
     /// # Errors
     ///

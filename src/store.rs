@@ -27,8 +27,11 @@ use crate::{
     waiters::Waiters,
 };
 
-/// More bytes than this are clamped: slabs are numbered in 16 bits (R25).
-const MOST_BYTES: usize = (48 << 30) as usize;
+/// More keys than this are clamped.
+const MOST_KEYS: usize = 1 << 31;
+
+/// More bytes than this are clamped: 2^16 slabs of 1 MiB hold them (R25).
+const MOST_BYTES: usize = 48 << 30;
 
 /// Longer durations are clamped to this: 100 years (R23).
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
@@ -135,6 +138,7 @@ impl StoreBuilder {
     /// before they run; no live record is dropped.
     ///
     /// Default 1,000,000: 11 new keys a second at the default retention. Needed: rate x retention.
+    /// At most 2^31, larger numbers are clamped.
     pub fn max_keys(mut self, max_keys: usize) -> Self {
         self.max_keys = max_keys;
         self
@@ -144,8 +148,8 @@ impl StoreBuilder {
     /// (R25). Beyond it new identities are refused before they run.
     ///
     /// Default 512 MiB: a million records of 500 bytes. Needed: rate x retention x bytes, where a
-    /// record costs about 450 bytes beside identity and outcome, and [`outcome_reserve`] more while
-    /// it is in flight.
+    /// record costs 256 bytes beside identity and outcome, and [`outcome_reserve`] more while it is
+    /// in flight. At most 48 GiB, more are clamped.
     ///
     /// [`outcome_reserve`]: Self::outcome_reserve
     pub fn max_bytes(mut self, max_bytes: usize) -> Self {
@@ -220,15 +224,15 @@ impl StoreBuilder {
             on_lapse: self.on_lapse,
         };
         at_least("max_keys", 1, self.max_keys)?;
-        let largest = record::claim_cost(crate::identity::MAX_FRAME);
+        let largest = record::cost(crate::identity::MAX_FRAME);
         at_least("max_bytes", largest.saturating_add(self.outcome_reserve), self.max_bytes)?;
         if let Some(share) = self.max_keys_per_account {
             at_least("max_keys_per_account", 1, share)?;
         }
-        let share = self.max_keys_per_account;
-        let room = Room::new(lane::lanes(), self.max_keys, self.max_bytes.min(MOST_BYTES), share);
+        let (max_keys, max_bytes) = (self.max_keys.min(MOST_KEYS), self.max_bytes.min(MOST_BYTES));
+        let room = Room::new(lane::lanes(), max_keys, max_bytes, self.max_keys_per_account);
         let waiters = Waiters::new(self.max_waiters_per_key, self.max_waiters);
-        let engine = Arc::new(Engine::new(settings, self.clock.0, self.max_keys, room, waiters));
+        let engine = Arc::new(Engine::new(settings, self.clock.0, max_keys, room, waiters));
         if self.sweep == Sweep::Thread {
             let alarm = Arc::clone(engine.alarm());
             expire::spawn(alarm, Background(Arc::downgrade(&engine)))
@@ -262,7 +266,7 @@ impl Sweeper for Background {
             // Not held across steps: a store that is dropped ends soon.
             let engine = self.0.upgrade()?;
             let now = engine.now();
-            let step = engine.sweep_step(now);
+            let step = engine.sweep_step();
             if step.more || engine.trim() {
                 // Callers that wait for a lock that the step held come first.
                 thread::yield_now();
@@ -334,11 +338,7 @@ impl Store {
     /// # Errors
     ///
     /// [`ClaimError`] if `id` is new and cannot be taken in. Nothing was claimed then.
-    pub fn claim(
-        &self,
-        id: &Identity<'_>,
-        fingerprint: Fingerprint,
-    ) -> Result<Claim, ClaimError> {
+    pub fn claim(&self, id: &Identity<'_>, fingerprint: Fingerprint) -> Result<Claim, ClaimError> {
         self.claim_with(id, fingerprint, |_| None)
     }
 
@@ -519,10 +519,9 @@ impl Store {
     /// [`Sweep::Thread`] it need not be called.
     pub fn sweep(&self) -> Swept {
         let engine = self.engine();
-        let now = engine.now();
         let mut swept = Swept { reaped: 0 };
         loop {
-            let step = engine.sweep_step(now);
+            let step = engine.sweep_step();
             swept.reaped += step.reaped;
             if !step.more {
                 while engine.trim() {}

@@ -18,7 +18,7 @@ mod operate;
 mod settle;
 mod sweep;
 
-pub(crate) use settle::By;
+pub(crate) use settle::{By, Finish};
 
 use std::{hash::BuildHasher, task::Waker, time::Duration};
 
@@ -37,7 +37,7 @@ use crate::{
         self, Cell, Owned, Place, Record, Slabs,
         word::{Kind, View, Word},
     },
-    sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering},
+    sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, Tally},
     waiters::{Gift, NoSeat, Ticket, Waiters},
 };
 
@@ -81,6 +81,9 @@ pub(crate) struct Engine {
     clock: Box<dyn Clock>,
     /// The clock's reading when the store was built.
     origin: Duration,
+    /// The latest time ever read, in milliseconds: a clock that steps back stops time (R23).
+    /// Relaxed, because it publishes nothing and only grows.
+    latest: Tally,
     index: Index,
     slabs: Slabs,
     room: Room,
@@ -191,6 +194,7 @@ impl Engine {
         Self {
             settings,
             origin: clock.now(),
+            latest: Tally::new(0),
             clock,
             index: Index::new(max_keys),
             slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick),
@@ -208,7 +212,13 @@ impl Engine {
     }
 
     pub(crate) fn now(&self) -> Millis {
-        Millis::at(self.clock.now().saturating_sub(self.origin))
+        let read = Millis::at(self.clock.now().saturating_sub(self.origin));
+        let latest = Millis(self.latest.load(Ordering::Relaxed));
+        if read <= latest {
+            return latest;
+        }
+        // Written at most once a millisecond by each thread.
+        Millis(self.latest.fetch_max(read.0, Ordering::Relaxed)).max(read)
     }
 
     pub(crate) fn owner(&self) -> u64 {
@@ -306,7 +316,7 @@ impl Engine {
         seated: bool,
     ) -> Result<Met, ClaimError> {
         let guard = reclaim::pin();
-        let mut fresh = Fresh { engine: self, lane, guard: &guard, owned: None };
+        let mut fresh = Fresh { engine: self, lane, guard: &guard, owned: None, has_room: false };
         loop {
             let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, &guard);
             match self.meet(lane, seen.what, asked, now, &guard) {
@@ -320,19 +330,17 @@ impl Engine {
                     Err(NoSeat::LookAgain) => {}
                 },
                 Meeting::Lapsed(cell, word) => {
-                    // Room first: a claim that is refused must not have ended the old one.
-                    fresh.make(hash, frame, asked.own, now)?;
-                    self.take_over(lane, cell, word, now);
+                    // First: a claim that is refused must not have ended the old one.
+                    fresh.make(hash, frame, asked.own, now, true)?;
+                    self.take_over(&mut fresh, cell, word, now);
                 }
                 Meeting::Over(over) => {
-                    let owned = fresh.make(hash, frame, asked.own, now)?;
-                    if let Some(token) = self.put(&seen, owned.cell(), now, &guard) {
-                        if let Some((place, record)) = over {
-                            self.expire_record(lane, place, record, &guard);
-                        }
-                        let owned = owned.moved();
-                        fresh.owned = None;
-                        return Ok(Met::Won(owned, token));
+                    fresh.make(hash, frame, asked.own, now, over.is_some())?;
+                    if let Some((place, record)) = over {
+                        self.succeed(&mut fresh, frame, place, record, now)?;
+                    }
+                    if let Some(won) = fresh.put(&seen, now) {
+                        return Ok(won);
                     }
                 }
                 Meeting::Again => {}
@@ -340,11 +348,35 @@ impl Engine {
         }
     }
 
-    /// Puts the cell where `seen` was, with a token that is newer than that of whoever was there.
-    fn put(&self, seen: &Seen<'_>, cell: &Cell, now: Millis, guard: &Guard) -> Option<u64> {
-        let token = self.index.next_token(cell.hash());
-        cell.name_owner(token, now);
-        self.index.put(seen, cell, &self.slabs, guard).then_some(token)
+    /// Makes a record dead that is over. If no room was found for the claim that takes its place,
+    /// that one gets the record's: it is no new identity that a full store or account could refuse
+    /// (R10, R25).
+    fn succeed(
+        &self,
+        fresh: &mut Fresh<'_>,
+        frame: &Frame,
+        place: Place,
+        record: &Record,
+        now: Millis,
+    ) -> Result<(), ClaimError> {
+        let lane = fresh.lane;
+        if !self.slabs.kill(place, record, fresh.guard) {
+            // Somebody else has, and has given its room back.
+            return fresh.enter(frame, now);
+        }
+        lane.counters.expired.up();
+        if fresh.has_room {
+            self.leave_record(lane, record);
+            return Ok(());
+        }
+        let (taken, needed) = (record.cost(), self.room_of(frame));
+        if !self.room.grow(lane.number, needed.saturating_sub(taken)) {
+            self.leave_record(lane, record);
+            return Err(self.refused(Refusal::Store, now));
+        }
+        self.room.shrink(lane.number, taken.saturating_sub(needed));
+        fresh.has_room = true;
+        Ok(())
     }
 
     fn take_seat(&self, cell: &Cell, now: Millis) -> Result<Ticket, NoSeat> {
@@ -377,7 +409,7 @@ impl Engine {
 
     /// The bytes of room that a claim takes.
     fn room_of(&self, frame: &[u8]) -> usize {
-        record::claim_cost(frame.len()) + self.settings.reserve
+        record::cost(frame.len()).saturating_add(self.settings.reserve)
     }
 
     /// What is there answers. The mismatch test comes before the state test (R5); only what is over
@@ -461,10 +493,15 @@ impl Engine {
 
     /// Ends a lapsed claim, the very one that was seen (R10): a renewal or a completion in
     /// between wins, and the caller looks again. The slot is left to who takes the place.
-    fn take_over(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis) {
+    fn take_over(&self, fresh: &mut Fresh<'_>, cell: &Cell, word: Word, now: Millis) {
+        let lane = fresh.lane;
         let ended = Word::new(Kind::Ended, now).with_out(word.is_out());
         if cell.swap(word, ended).is_ok() {
-            self.leave(lane, cell);
+            if fresh.has_room {
+                self.leave(lane, cell);
+            }
+            // The identity is the same, and so is the room.
+            fresh.has_room = true;
             self.landed(lane, Kind::InFlight);
             lane.counters.lapsed.up();
             lane.counters.taken_over.up();
@@ -489,29 +526,58 @@ struct Fresh<'a> {
     lane: &'a Lane,
     guard: &'a Guard,
     owned: Option<Owned>,
+    /// Whether room was taken for it.
+    has_room: bool,
 }
 
 impl Fresh<'_> {
+    /// Makes the cell, unless an earlier round has made it already. If the claim is to take the
+    /// place of another one (`succeeds`), it may do so without room of its own.
     fn make(
         &mut self,
         hash: u64,
         frame: &Frame,
         fingerprint: Fingerprint,
         now: Millis,
-    ) -> Result<&Owned, ClaimError> {
+        succeeds: bool,
+    ) -> Result<(), ClaimError> {
+        let entered = self.enter(frame, now);
+        if !succeeds {
+            entered?;
+        }
         if self.owned.is_none() {
             let (engine, lane) = (self.engine, self.lane);
-            engine.enter(lane, frame, now)?;
             lane.in_flight.fetch_add(1, Ordering::SeqCst);
             let deadline = now.plus(engine.settings.lease);
             let due = engine.none_before(now);
             let made = lane.cells.make(hash, frame, fingerprint, now, deadline, due, self.guard);
             self.owned = Some(made);
-            if engine.draining.load(Ordering::SeqCst) {
-                return Err(ClaimError::Draining);
-            }
         }
-        self.owned.as_ref().ok_or(ClaimError::Draining)
+        if self.engine.draining.load(Ordering::SeqCst) {
+            return Err(ClaimError::Draining);
+        }
+        Ok(())
+    }
+
+    /// Takes room, unless that was done.
+    fn enter(&mut self, frame: &Frame, now: Millis) -> Result<(), ClaimError> {
+        if !self.has_room {
+            self.engine.enter(self.lane, frame, now)?;
+            self.has_room = true;
+        }
+        Ok(())
+    }
+
+    /// Puts the cell where `seen` was, with a token that is newer than that of whoever was there.
+    fn put(&mut self, seen: &Seen<'_>, now: Millis) -> Option<Met> {
+        let engine = self.engine;
+        let cell = self.owned.as_ref()?.cell();
+        let token = engine.index.next_token(cell.hash());
+        cell.name_owner(token, now);
+        if !engine.index.put(seen, cell, &engine.slabs, self.guard) {
+            return None;
+        }
+        self.owned.take().map(|owned| Met::Won(owned, token))
     }
 }
 
@@ -522,15 +588,18 @@ impl Drop for Fresh<'_> {
         loop {
             // The sweep may have judged it, if this thread slept for a lease.
             let word = cell.word();
-            if cell.swap(word, word.ended()).is_ok() {
-                if word.kind() != Kind::Ended {
-                    self.engine.leave(self.lane, cell);
-                    self.engine.landed(self.lane, word.kind());
-                }
-                // No slot has ever named it.
-                record::Cells::retire(cell, self.guard);
-                return;
+            if cell.swap(word, word.ended()).is_err() {
+                continue;
             }
+            if word.kind() != Kind::Ended {
+                if self.has_room {
+                    self.engine.leave(self.lane, cell);
+                }
+                self.engine.landed(self.lane, word.kind());
+            }
+            // No slot has ever named it.
+            record::Cells::retire(cell, self.guard);
+            return;
         }
     }
 }
@@ -542,7 +611,7 @@ impl Engine {
         let account = Identity::from_frame(frame).account();
         let entered = self.room.enter(lane.number, account, bytes).or_else(|refusal| {
             let due = self.next_due.load(Ordering::Relaxed) <= now.0;
-            if due && self.sweep_step(now).reaped != 0 {
+            if due && self.sweep_step().reaped != 0 {
                 self.room.enter(lane.number, account, bytes)
             } else {
                 Err(refusal)

@@ -17,7 +17,10 @@ use crate::{
     sync::{Arc, Ordering},
 };
 
-use super::{Engine, settle::By};
+use super::{
+    Engine,
+    settle::{By, Finish},
+};
 
 /// What an operator is told of an identity.
 pub(crate) struct Shown {
@@ -118,10 +121,13 @@ impl Engine {
             (_, View::Gone | View::Held) => return Err(ResolveError::Absent),
         };
         let settled = match outcome {
-            Some(outcome) => self
-                .complete(lane, cell, By::Operator, Some(outcome), &guard)
-                .map(drop)
-                .map_err(|lost| lost.cause),
+            Some(outcome) => {
+                match self.complete(lane, cell, By::Operator, Some(outcome), &guard) {
+                    Ok(Finish::NoRoom(outcome)) => return Err(ResolveError::Full(outcome)),
+                    Ok(Finish::Kept | Finish::NotKept) => Ok(()),
+                    Err(lost) => Err(lost.cause),
+                }
+            }
             None => self.release_held(lane, cell, &guard),
         };
         match settled {
@@ -135,7 +141,8 @@ impl Engine {
         }
     }
 
-    /// Forgets an identity. True if a caller could have seen it.
+    /// Forgets an identity. True if a caller could have seen it. A lapsed claim is not busy: it is
+    /// as good as held, or anybody's.
     pub(crate) fn forget(&self, frame: &Frame, force: bool) -> Result<bool, Busy> {
         let guard = reclaim::pin();
         let what = self.find(frame, &guard);
@@ -150,12 +157,16 @@ impl Engine {
             What::Record(place, record) => (place, Some(record)),
             What::Cell(cell) => loop {
                 let word = cell.word();
-                let seen = word.view(now) != View::Gone;
+                let view = word.view(now);
+                let seen = view != View::Gone;
                 match word.kind() {
-                    Kind::InFlight if !force => return Err(Busy),
+                    Kind::InFlight if view == View::InFlight && !force => return Err(Busy),
                     Kind::InFlight | Kind::Held | Kind::NotKept => {
                         if !self.end(lane, cell, word, guard) {
                             continue;
+                        }
+                        if view == View::Lapsed {
+                            lane.counters.lapsed.up();
                         }
                         if seen {
                             lane.counters.forgotten.up();

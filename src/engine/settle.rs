@@ -7,14 +7,25 @@ use crate::{
     outcome::Outcome,
     reclaim::{self, Guard},
     record::{
-        Cell, Cells, Finished, Owned, Place, Record,
-        word::{Kind, Word},
+        self, Cell, Cells, Finished, Owned, Place, Record,
+        word::{Kind, View, Word},
     },
     sync::Ordering,
     waiters::Gift,
 };
 
 use super::Engine;
+
+/// How a completion went.
+#[derive(Debug)]
+pub(crate) enum Finish {
+    /// The answer is kept.
+    Kept,
+    /// There was no answer to keep, or no room for it.
+    NotKept,
+    /// There was no room for what an operator brought: nothing changed.
+    NoRoom(Outcome),
+}
 
 /// Who settles a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +55,9 @@ impl By {
 }
 
 impl Engine {
-    /// Finishes a claim with an answer, or without one kept. Answers whether it was kept. Whatever
-    /// comes of it, an owner's permit is used up.
+    /// Finishes a claim with an answer, or without one kept. An owner's answer that finds no room
+    /// is not kept, because the work is done (R25); an operator can come back. Whatever comes of
+    /// it, an owner's permit is used up.
     pub(crate) fn complete(
         &self,
         lane: &Lane,
@@ -53,7 +65,7 @@ impl Engine {
         by: By,
         answer: Option<Outcome>,
         guard: &Guard,
-    ) -> Result<bool, Lost> {
+    ) -> Result<Finish, Lost> {
         let now = self.now();
         let mut word = cell.word();
         if let Some(cause) = by.stale(word) {
@@ -61,19 +73,22 @@ impl Engine {
         }
         let end = now.plus(self.settings.retention);
         let reserved = self.room_of(cell.frame());
-        let mut finished = Finished {
+        let own = record::cost(cell.frame().len());
+        let size = answer.as_ref().map_or(0, Outcome::size);
+        let more = own.saturating_add(size).saturating_sub(reserved);
+        let fits = self.room.grow(lane.number, more);
+        let (more, size) = if fits { (more, size) } else { (0, 0) };
+        let answer = match answer {
+            Some(answer) if !fits && by == By::Operator => return Ok(Finish::NoRoom(answer)),
+            answer => answer,
+        };
+        let finished = Finished {
             frame: cell.frame(),
             fingerprint: cell.fingerprint(),
             token: cell.token(),
             end,
-            outcome: answer.as_ref(),
+            outcome: answer.as_ref().filter(|_| fits),
         };
-        let mut cost = finished.cost();
-        let mut more = cost.saturating_sub(reserved);
-        if !self.room.grow(lane.number, more) {
-            finished.outcome = None;
-            (cost, more) = (finished.cost(), 0);
-        }
         let kept = finished.outcome.is_some();
         let written = self.slabs.write(lane.number, &finished, now, guard);
         self.renew_tables(guard);
@@ -92,32 +107,31 @@ impl Engine {
                 return Err(self.lost_permit(lane, cell, by, cause, answer, guard));
             }
         }
-        let kept = kept && written.is_some();
+        let was_kept = kept && written.is_some();
         if let Some((place, record)) = written {
             self.slabs.confirm(record);
             self.index.swing(cell, Some(place), &self.slabs, guard);
-            self.room.shrink(lane.number, (reserved + more).saturating_sub(cost));
+            self.room.shrink(lane.number, (reserved + more).saturating_sub(own + size));
         } else {
             self.room.shrink(lane.number, more);
         }
-        if !kept && answer.is_some() {
+        if !was_kept && answer.is_some() {
             lane.counters.not_kept_no_room.up();
         }
-        if kept { &lane.counters.completed } else { &lane.counters.not_kept }.up();
+        if was_kept { &lane.counters.completed } else { &lane.counters.not_kept }.up();
         self.landed(lane, word.kind());
         if word.has_waiters() {
-            let kept = answer.filter(|_| kept);
-            self.waiters.wake_all(cell, || match &kept {
-                Some(outcome) => {
-                    Gift::Completed { outcome: outcome.clone(), settled: now, end }
-                }
-                None => Gift::NotKept,
+            let kept = answer.filter(|_| was_kept);
+            self.waiters.wake_all(cell, || Gift::Completed {
+                outcome: kept.clone(),
+                settled: now,
+                end,
             });
         }
         if written.is_some() && !by.leaves_out(word) {
             Cells::retire(cell, guard);
         }
-        Ok(kept)
+        Ok(if was_kept { Finish::Kept } else { Finish::NotKept })
     }
 
     /// Rebuilds tables before slabs' numbers come round (invariant 5 of the index).
@@ -254,31 +268,35 @@ impl Engine {
         lane.counters.held.up();
         self.landed(lane, Kind::InFlight);
         if word.has_waiters() {
-            self.waiters.wake_all(cell, || Gift::Held);
+            self.waiters.wake_all(cell, || Gift::LookAgain);
         }
         true
     }
 
-    /// Moves the deadline of a lease to a lease from now, never backwards.
+    /// Moves the deadline of a lease to a lease from now, never backwards. An attended claim is
+    /// renewed as it is.
     pub(crate) fn renew(&self, lane: &Lane, owned: &Owned) -> Result<(), Lost> {
-        let deadline = self.now().plus(self.settings.lease);
-        self.redate(lane, owned, |word| word.with_at(word.at().max(deadline)))
+        let now = self.now();
+        let deadline = now.plus(self.settings.lease);
+        self.redate(lane, owned, now, |word| word.with_at(word.at().max(deadline)))
     }
 
     /// Takes the claim as renewed from now on, until `max_run` from now (R8).
     pub(crate) fn attend(&self, lane: &Lane, owned: &Owned) -> Result<(), Lost> {
-        let deadline = self.now().plus(self.settings.max_run);
-        self.redate(lane, owned, |word| {
-            if word.is_attended() { word } else { word.with_at(deadline).attended() }
-        })
+        let now = self.now();
+        let deadline = now.plus(self.settings.max_run);
+        self.redate(lane, owned, now, |word| word.with_at(deadline).attended())
     }
 
     fn redate(
         &self,
         lane: &Lane,
         owned: &Owned,
+        now: Millis,
         next: impl Fn(Word) -> Word,
     ) -> Result<(), Lost> {
+        // Held off: the waiters' list goes by the cell's address.
+        let _guard = reclaim::pin();
         let cell = owned.cell();
         loop {
             let word = cell.word();
@@ -286,10 +304,19 @@ impl Engine {
             if let Some(cause) = By::Owner.stale(word).or(held) {
                 return Err(Self::lost(lane, cause, None));
             }
+            if word.is_attended() {
+                // Nothing gives it more time than `max_run`.
+                if word.view(now) == View::InFlight {
+                    return Ok(());
+                }
+                self.hold_lapsed(lane, cell, word, now);
+                continue;
+            }
             let next = next(word);
             if cell.swap(word, next).is_ok() {
-                if next.has_waiters() && next.at() < word.at() {
-                    // A lease cut short (attended for less than a lease).
+                if next.has_waiters() {
+                    // A lease cut short (attended for less than a lease) must be seen in time by
+                    // those who wait. Who registers after the swap sees to it.
                     self.alarm.no_later_than(next.at());
                 }
                 return Ok(());

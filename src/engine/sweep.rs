@@ -40,8 +40,9 @@ pub(super) struct Turn {
 
 impl Engine {
     /// Looks at a bounded number of claims and records whose time has come (R24).
-    pub(crate) fn sweep_step(&self, now: Millis) -> Step {
+    pub(crate) fn sweep_step(&self) -> Step {
         let mut turn = self.sweeping.lock();
+        let now = self.now();
         let guard = reclaim::pin();
         let own = self.own_lane();
         let mut step = Step::default();

@@ -16,14 +16,9 @@ pub(crate) mod word;
 pub(crate) use cell::{Cell, Cells, Owned};
 pub(crate) use slab::{Finished, Place, Record, Slabs};
 
-/// What a claim costs while it is not done: its cell, the slot, its share of block and bucket, and
-/// the identity once more where it is too long for the cell.
-pub(crate) const fn claim_cost(frame: usize) -> usize {
+/// What a claim or a record costs beside its outcome: a cell, and as much again as a bucket has for
+/// four slots, for its share of block and index. A record needs less, but a slab stays until its
+/// last record ends.
+pub(crate) const fn cost(frame: usize) -> usize {
     size_of::<Cell>() + 64 + frame
-}
-
-/// What a record of `bytes` in a slab costs beside a large outcome: an eighth more, because a slab
-/// lives until its last record ends, and two slots at the worst load.
-pub(crate) const fn record_cost(bytes: usize) -> usize {
-    bytes + bytes / 8 + 48
 }

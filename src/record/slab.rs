@@ -227,12 +227,13 @@ impl Record {
     /// What the record costs a store.
     pub(crate) fn cost(&self) -> usize {
         let body = self.body();
-        let (inline, large) = match self.large() {
-            // SAFETY: as in `outcome`.
-            Some(large) => (8, unsafe { &*large }.size()),
-            None => (usize::from(body.head) + usize::from(body.body), 0),
-        };
-        super::record_cost(length(usize::from(body.frame) + inline)) + large
+        let own = super::cost(usize::from(body.frame));
+        // SAFETY: as in `outcome`.
+        match self.large().map(|large| unsafe { &*large }) {
+            Some(outcome) => own + outcome.size(),
+            None if body.form == NOT_KEPT => own,
+            None => own + Outcome::size_of(usize::from(body.head) + usize::from(body.body)),
+        }
     }
 
     /// The slab that the record lies in.
@@ -282,13 +283,6 @@ impl Finished<'_> {
             Some(_) => 8,
         };
         length(self.frame.len() + outcome)
-    }
-
-    /// What the record will cost.
-    pub(crate) fn cost(&self) -> usize {
-        let large = self.outcome.map_or(0, Outcome::size);
-        let large = if self.outcome.is_some_and(|it| it.len() > INLINE) { large } else { 0 };
-        super::record_cost(self.bytes()) + large
     }
 }
 

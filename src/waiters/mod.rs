@@ -34,17 +34,13 @@ pub(crate) enum Gift {
     LookAgain,
     /// The owner completed.
     Completed {
-        /// What it left.
-        outcome: Outcome,
+        /// What it left, if that was kept.
+        outcome: Option<Outcome>,
         /// When.
         settled: Millis,
         /// When its record ends.
         end: Millis,
     },
-    /// The owner completed, but its answer was not kept.
-    NotKept,
-    /// Nobody knows whether the work was done.
-    Held,
     /// The owner gave this answer and released (R14).
     Answer(Outcome),
     /// The owner released; this waiter is the next owner, with this token.
@@ -67,16 +63,17 @@ impl Seat {
     /// Takes the gift, or keeps the waker of `cx` for it.
     pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<Gift> {
         let mut place = self.place.lock();
-        match place.gift.take() {
-            Some(gift) => Poll::Ready(gift),
-            None => {
-                match &mut place.waker {
-                    Some(waker) => waker.clone_from(cx.waker()),
-                    none => *none = Some(cx.waker().clone()),
-                }
-                Poll::Pending
-            }
+        if let Some(gift) = place.gift.take() {
+            return Poll::Ready(gift);
         }
+        if place.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+            return Poll::Pending;
+        }
+        let old = place.waker.replace(cx.waker().clone());
+        drop(place);
+        // Unlocked: with a waker its task may end, and that may end anything.
+        drop(old);
+        Poll::Pending
     }
 
     fn give(&self, gift: Gift) -> Option<Waker> {
