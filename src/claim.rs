@@ -15,8 +15,8 @@ use std::{
 };
 
 use crate::{
-    clock::{Clock, Millis, SystemClock},
-    engine::{Answer, Asked, Met},
+    clock::{Clock, SystemClock},
+    engine::{Answer, Asked, Met, Running},
     error::ClaimError,
     fingerprint::{Fingerprint, Scheme},
     identity::Frame,
@@ -119,8 +119,8 @@ pub struct Pending {
     fingerprint: Fingerprint,
     /// The fingerprint by the record's scheme, if that is another one.
     other: Option<Fingerprint>,
-    /// When the owner that was met had won.
-    claimed: Millis,
+    /// The claim that was met.
+    seen: Running,
 }
 
 impl Pending {
@@ -169,16 +169,27 @@ impl Pending {
     /// The time since the present owner won.
     pub fn age(&self) -> Duration {
         let engine = self.hold.engine();
-        let claimed = engine.running(&self.frame).map_or(self.claimed, |(claimed, _)| claimed);
+        let claimed = engine.running(&self.frame).map_or(self.seen.claimed, |(claimed, _)| claimed);
         engine.now().since(claimed)
     }
 
     /// What there is now: the end of the wait, or a seat. A claim that is over is claimed anew.
+    ///
+    /// A claim that was completed before this gives its own outcome, if its cell was not given to
+    /// another claim since; else what is there answers.
     fn look(&mut self) -> Result<Ticket, Settled> {
         let (own, other) = (self.fingerprint, self.other);
         let mut translate = |scheme: Scheme| other.filter(|made| made.scheme() == scheme);
         let mut asked = Asked::new(own, &mut translate);
         let (engine, lane) = (self.hold.engine(), self.hold.lane());
+        match engine.finished(&self.seen) {
+            Some(Met::Replay(answer)) => {
+                lane.counters.replays.up();
+                return Err(Settled::Completed(Replay { answer }));
+            }
+            Some(_) => return Err(Settled::NotKept),
+            None => {}
+        }
         let hash = engine.hash(&self.frame);
         let met = engine.claim(lane, hash, &self.frame, &mut asked, true);
         Err(match met.map_err(Settled::Refused)? {
@@ -248,7 +259,7 @@ impl Wait {
             frame: self.pending.frame.clone(),
             fingerprint: self.pending.fingerprint,
             other: self.pending.other,
-            claimed: self.pending.claimed,
+            seen: self.pending.seen,
         })
     }
 
@@ -347,8 +358,8 @@ pub(crate) fn answer(
         Met::Won(owned, number) => Claim::Won(Permit::new(Arc::clone(hold), owned, number)),
         Met::Replay(answer) => Claim::Replay(Replay { answer }),
         Met::NotKept => Claim::NotKept,
-        Met::InFlight(claimed) => {
-            Claim::InFlight(Pending { hold: Arc::clone(hold), frame, fingerprint, other, claimed })
+        Met::InFlight(seen) => {
+            Claim::InFlight(Pending { hold: Arc::clone(hold), frame, fingerprint, other, seen })
         }
         Met::Mismatch => Claim::Mismatch,
         // A claim without a seat is never told of one.

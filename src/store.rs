@@ -230,6 +230,7 @@ impl StoreBuilder {
             at_least("max_keys_per_account", 1, share)?;
         }
         let (max_keys, max_bytes) = (self.max_keys.min(MOST_KEYS), self.max_bytes.min(MOST_BYTES));
+        let settings = Settings { reserve: settings.reserve.min(max_bytes - largest), ..settings };
         let room = Room::new(lane::lanes(), max_keys, max_bytes, self.max_keys_per_account);
         let waiters = Waiters::new(self.max_waiters_per_key, self.max_waiters);
         let engine = Arc::new(Engine::new(settings, self.clock.0, max_keys, room, waiters));

@@ -108,14 +108,30 @@ pub(crate) enum Met {
     Won(Owned, u64),
     Replay(Answer),
     NotKept,
-    /// An owner runs, and won at that time.
-    InFlight(Millis),
+    /// An owner runs.
+    InFlight(Running),
     /// An owner runs, and the caller has a seat.
     Seated(Ticket),
     /// An owner runs, and there is no seat left.
     Crowded,
     Mismatch,
     Held,
+}
+
+/// A claim that was seen in flight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Running {
+    /// Names its cell and, with the token, the claim.
+    cell: u64,
+    token: u64,
+    /// When its owner has won.
+    pub(crate) claimed: Millis,
+}
+
+impl Running {
+    fn of(cell: &Cell) -> Self {
+        Self { cell: cell.bits(), token: cell.token(), claimed: cell.claimed() }
+    }
 }
 
 /// A stored outcome and its times.
@@ -287,7 +303,7 @@ impl Engine {
         let seen = self.index.find(hash, frame, For::Reading, &self.slabs, &guard);
         let met = match self.meet(lane, seen.what, asked, now, &guard) {
             Meeting::Answer(met) => met,
-            Meeting::InFlight(cell) => Met::InFlight(cell.claimed()),
+            Meeting::InFlight(cell) => Met::InFlight(Running::of(cell)),
             Meeting::Lapsed(..) | Meeting::Over(_) | Meeting::Again => return None,
         };
         Self::count(lane, &met);
@@ -322,7 +338,7 @@ impl Engine {
             match self.meet(lane, seen.what, asked, now, &guard) {
                 Meeting::Answer(met) => return Ok(met),
                 Meeting::InFlight(cell) if !seated => {
-                    return Ok(Met::InFlight(cell.claimed()));
+                    return Ok(Met::InFlight(Running::of(cell)));
                 }
                 Meeting::InFlight(cell) => match self.take_seat(cell, now) {
                     Ok(ticket) => return Ok(Met::Seated(ticket)),
@@ -486,6 +502,26 @@ impl Engine {
         })
     }
 
+    /// What became of a claim that was seen in flight, if it was completed and that is still known:
+    /// also if it was forgotten since.
+    pub(crate) fn finished(&self, seen: &Running) -> Option<Met> {
+        let guard = reclaim::pin();
+        let now = self.now();
+        let word = self.lanes.iter().find_map(|lane| lane.cells.word_of(seen.cell, seen.token))?;
+        if word.kind() != Kind::Completed {
+            return None;
+        }
+        let record = self.slabs.at(word.place(), &guard)?;
+        if record.token() != seen.token || now >= record.end() {
+            return None;
+        }
+        if !record.is_kept() {
+            return Some(Met::NotKept);
+        }
+        let outcome = record.remains()?;
+        Some(Met::Replay(self.answer(outcome, record.end(), now)))
+    }
+
     /// Whether a lapse of this claim holds it (R8, R10).
     fn lapse_holds(&self, word: Word) -> bool {
         word.is_attended() || self.settings.on_lapse == Lapse::Hold
@@ -572,7 +608,7 @@ impl Fresh<'_> {
     fn put(&mut self, seen: &Seen<'_>, now: Millis) -> Option<Met> {
         let engine = self.engine;
         let cell = self.owned.as_ref()?.cell();
-        let token = engine.index.next_token(cell.hash());
+        let token = engine.index.next_token();
         cell.name_owner(token, now);
         if !engine.index.put(seen, cell, &engine.slabs, self.guard) {
             return None;

@@ -221,7 +221,7 @@ impl Engine {
         let next = Word::new(Kind::InFlight, deadline).with_waiters().with_out(true);
         let heir = self.waiters.wake_heir(cell, || {
             cell.swap(word, next).ok()?;
-            let token = self.index.next_token(cell.hash());
+            let token = self.index.next_token();
             cell.name_owner(token, now);
             Some((owned.moved(), token))
         });

@@ -3,7 +3,7 @@
 //! ```text
 //! hash   63 ...... | shard 6..10 | bucket: `bits` .............. | rest         |
 //!                                | 4 bits | tag: 18 bits ........|
-//! Shard  | root -> Table | tokens |
+//! Shard  | root -> Table |
 //! Table  | buckets | next -> Table | cursor | done | overflow |
 //! Bucket | slot | slot | slot | slot | slot | slot | slot | link |    64 bytes, one line
 //! slot   63 frozen | 62..45 tag | 44 kind | 43..0 which          0 empty, 1 tombstone
@@ -29,8 +29,8 @@
 //! 5. A table never meets 2^27 slabs that are younger than itself: it is rebuilt before, and what is
 //!    gone is not copied. So no slot is left that names a slab by a number that has come back.
 //!
-//! Tokens are counted by shard. A claim takes its number after it has seen that there is nothing,
-//! and whoever was there before has taken his before that: numbers of an identity go up.
+//! A claim takes its token's number after it has seen that there is nothing, and whoever was there
+//! before has taken his before that: numbers of an identity go up.
 
 // Room 3 of 3 with unsafe code: tables and buckets are memory that threads hand to each other.
 #![allow(unsafe_code)]
@@ -41,7 +41,7 @@ mod table;
 use crate::{
     reclaim::{self, Guard},
     record::{Cell, Place, Record, Slabs, word::Kind},
-    sync::{AtomicU64, Ordering},
+    sync::{AtomicU64, Ordering, Tally},
 };
 
 use self::{
@@ -63,15 +63,20 @@ pub(crate) struct Index {
     hasher: ahash::RandomState,
     shards: Box<[Shard]>,
     shard_bits: u32,
+    tokens: Tokens,
 }
 
-/// Kept apart, so that counters of one do not slow down another.
+/// Kept apart, so that a new root of one does not slow down another.
 #[repr(align(64))]
 struct Shard {
     /// The address of the table in use; zero until the first claim.
     root: AtomicU64,
-    tokens: AtomicU64,
 }
+
+/// The next token's number, on a line of its own.
+#[repr(align(128))]
+struct Tokens(Tally);
+
 
 /// What was found, and in which slot.
 pub(crate) struct Seen<'g> {
@@ -97,11 +102,12 @@ impl Index {
         // Shards of at most 128 Ki keys, so that no table is so large that making one is felt.
         let wanted = (max_keys >> 17).max(1).next_power_of_two().ilog2();
         let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(6, 10) };
-        let shard = || Shard { root: AtomicU64::new(0), tokens: AtomicU64::new(1) };
+        let shard = || Shard { root: AtomicU64::new(0) };
         Self {
             hasher: ahash::RandomState::new(),
             shards: (0..1_usize << shard_bits).map(|_| shard()).collect(),
             shard_bits,
+            tokens: Tokens(Tally::new(1)),
         }
     }
 
@@ -119,9 +125,9 @@ impl Index {
     }
 
     /// The number of the next token. See the head of the file for when to ask.
-    pub(crate) fn next_token(&self, hash: u64) -> u64 {
+    pub(crate) fn next_token(&self) -> u64 {
         // Relaxed: who must have a higher number has seen what the lower one published.
-        self.shard(hash).tokens.fetch_add(1, Ordering::Relaxed)
+        self.tokens.0.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Asks for the memory that a look-up of `hash` will read first.

@@ -305,6 +305,22 @@ impl Cells {
         }
     }
 
+    /// The state of the cell that `bits` names, if it is one of this lane's and still that of the
+    /// claim with this token. Needs no guard.
+    pub(crate) fn word_of(&self, bits: u64, token: u64) -> Option<Word> {
+        let address = (bits as usize) << 4;
+        let blocks = self.blocks.lock();
+        let block = blocks.iter().find(|block| {
+            let cells = block.cells.as_ptr_range();
+            (cells.start.addr()..cells.end.addr()).contains(&address)
+        })?;
+        let number = (address - block.cells.as_ptr().addr()) / size_of::<Cell>();
+        let cell = block.cells.get(number)?;
+        // Tokens are used once: if it is the same after the word was read, the word is that claim's.
+        let word = (cell.token() == token).then(|| cell.word())?;
+        (cell.token() == token).then_some(word)
+    }
+
     /// Gives a cell back whose word has appointed the caller, and that no slot names (invariant 2).
     pub(crate) fn retire(cell: &Cell, guard: &Guard) {
         // SAFETY: a taken cell keeps its block.

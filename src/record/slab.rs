@@ -224,6 +224,14 @@ impl Record {
         Some(Outcome::from_parts(body.status, copy(head), copy(bytes)))
     }
 
+    /// As `outcome`, of a record that may be dead: what is left of it.
+    pub(crate) fn remains(&self) -> Option<Outcome> {
+        if self.state() & 3 == DEAD && self.large().is_some() {
+            return None;
+        }
+        self.outcome()
+    }
+
     /// What the record costs a store.
     pub(crate) fn cost(&self) -> usize {
         let body = self.body();
