@@ -14,6 +14,8 @@
 //!
 //! This file claims; `settle.rs` ends claims; `operate.rs` serves operators; `sweep.rs` reaps.
 
+#[cfg(all(test, oncekey_loom))]
+mod models;
 mod operate;
 mod settle;
 mod sweep;
@@ -279,6 +281,8 @@ impl Engine {
         asked: &mut Asked<'_>,
         seated: bool,
     ) -> Result<Met, ClaimError> {
+        // The time is read while the memory comes.
+        self.index.prefetch(hash);
         let met = self.claim_at(lane, hash, frame, asked, self.now(), seated);
         match &met {
             Ok(Met::Won(..)) => lane.counters.won.up(),

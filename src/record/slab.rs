@@ -1,7 +1,7 @@
 //! Where completed records lie: slabs, filled from front to back, in the order of completion.
 //!
 //! ```text
-//! directory[number % 2^16]   | address of the slab, 4 KiB aligned | generation 12 |
+//! directory[number % 2^16]   | address of the slab / 16 (44) | generation (12) |
 //! place                      | number % 2^16 (16) | generation (12) | offset / 16 (16) |
 //!
 //! Slab   | word | number | cap | .. | record | record | record |      free      |
@@ -39,14 +39,18 @@ use crate::{
     sync::{Arc, AtomicU64, Mutex, Ordering, UnsafeCell},
 };
 
-/// Alignment of slabs: what is free for the generation in a directory entry.
-const ALIGN: usize = 4096;
-const GENERATION: u64 = ALIGN as u64 - 1;
+const GENERATION_BITS: u32 = 12;
+const GENERATION: u64 = (1 << GENERATION_BITS) - 1;
 
 const SMALLEST: usize = 4 << 10;
 const LARGEST: usize = 1 << 20;
 
+/// Alignment of slabs and records. Of slabs not more, because an allocator has zeroed memory for
+/// nothing only where it need not align it.
 const UNIT: usize = 16;
+
+/// Records begin with a line of the cache, or a whole number of units later.
+const LINE: usize = 64;
 
 /// Larger outcomes stay where they are and the record has their address. Below, a copy costs less
 /// than a shared count and a miss.
@@ -59,8 +63,8 @@ const MODEL_RECORDS: usize = 2;
 const CLOSED: u64 = 1 << 63;
 const ONE: u64 = 1 << 32;
 
-const CHUNK: usize = 256;
-const CHUNKS: usize = 256;
+const CHUNK: usize = if cfg!(oncekey_loom) { 8 } else { 256 };
+const CHUNKS: usize = if cfg!(oncekey_loom) { 1 } else { 256 };
 
 /// Where a record lies. See the drawing at the head of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -294,13 +298,14 @@ impl Finished<'_> {
     }
 }
 
-#[repr(C, align(64))]
+#[repr(C)]
 struct Slab {
     word: AtomicU64,
     number: u64,
     /// Its length in bytes.
     len: usize,
-    /// Up to where records may lie.
+    /// From where and up to where records may lie.
+    first: u64,
     cap: u64,
     opened: Millis,
     /// Up to where all records are dead. Only the sweep writes it.
@@ -308,12 +313,12 @@ struct Slab {
     lane: usize,
 }
 
-const FIRST: usize = size_of::<Slab>() / UNIT;
+const HEAD: usize = size_of::<Slab>().next_multiple_of(UNIT);
 
 impl Slab {
     fn layout(len: usize) -> Layout {
-        // ALIGN is a power of two and no slab is nearly as long as the address space.
-        Layout::from_size_align(len, ALIGN).unwrap_or(Layout::new::<Slab>())
+        // UNIT is a power of two and no slab is nearly as long as the address space.
+        Layout::from_size_align(len, UNIT).unwrap_or(Layout::new::<Slab>())
     }
 
     /// Makes room for a record, unless the slab is full or closed.
@@ -448,7 +453,7 @@ impl Slabs {
     fn slab<'g>(&'g self, place: Place, _guard: &'g Guard) -> Option<&'g Slab> {
         // Acquire, partner of the Release in `open`: the slab is whole.
         let entry = self.entry(place.index())?.load(Ordering::Acquire);
-        let address = (entry & !GENERATION) as usize;
+        let address = (entry >> GENERATION_BITS) as usize * UNIT;
         if address == 0 || entry & GENERATION != place.generation() {
             return None;
         }
@@ -599,34 +604,36 @@ impl Slabs {
             }
             let entry = self.entry_made((number % (1 << 16)) as usize)?;
             // Acquire, partner of the AcqRel in `bury`.
-            if entry.load(Ordering::Acquire) & !GENERATION == 0 {
+            if entry.load(Ordering::Acquire) == 0 {
                 break entry;
             }
             number += 1;
         };
         self.number.store(number + 1, Ordering::Release);
+        let first = ((address as usize + HEAD).next_multiple_of(LINE) - address as usize) / UNIT;
+        let end = if cfg!(oncekey_loom) { first + MODEL_RECORDS * MODEL_UNITS } else { len / UNIT };
         let slab = Slab {
-            word: AtomicU64::new(FIRST as u64),
+            word: AtomicU64::new(first as u64),
             number,
             len,
-            cap: if cfg!(oncekey_loom) { FIRST + MODEL_RECORDS * MODEL_UNITS } else { len / UNIT }
-                as u64,
+            first: first as u64,
+            cap: end as u64,
             opened: now,
-            reaped: AtomicU64::new(FIRST as u64),
+            reaped: AtomicU64::new(first as u64),
             lane: self.lanes.iter().position(|it| std::ptr::eq(it, lane)).unwrap_or(0),
         };
-        // SAFETY: fresh memory of `len` bytes, aligned to a page.
+        // SAFETY: fresh memory of `len` bytes, aligned to a unit.
         unsafe {
             std::ptr::with_exposed_provenance_mut::<Slab>(address as usize).write(slab);
             #[cfg(oncekey_loom)]
             for record in 0..MODEL_RECORDS {
-                let offset = (FIRST + record * MODEL_UNITS) * UNIT;
+                let offset = (first + record * MODEL_UNITS) * UNIT;
                 std::ptr::with_exposed_provenance_mut::<Record>(address as usize + offset)
                     .write(Record::unwritten());
             }
         }
         // Release, partner of `slab`: who finds it finds it whole.
-        entry.store(address | number >> 16 & GENERATION, Ordering::Release);
+        entry.store(entry_of(address, number), Ordering::Release);
         queue.slabs.push_back(Place::new(number, 0));
         self.live.fetch_add(1, Ordering::Relaxed);
         // Release, partner of `write`.
@@ -668,7 +675,7 @@ impl Slabs {
         }
         let address = std::ptr::from_ref(slab).addr() as u64;
         let Some(entry) = self.entry((slab.number % (1 << 16)) as usize) else { return };
-        let there = address | slab.number >> 16 & GENERATION;
+        let there = entry_of(address, slab.number);
         // AcqRel: only one thread goes on from here, and nobody finds the slab any more. Failure:
         // a late `add` has emptied it once more.
         if entry.compare_exchange(there, 0, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -771,6 +778,11 @@ impl Slabs {
     }
 }
 
+/// What stands in the directory for a slab.
+fn entry_of(address: u64, number: u64) -> u64 {
+    (address / UNIT as u64) << GENERATION_BITS | number >> 16 & GENERATION
+}
+
 type Chunk = [AtomicU64; CHUNK];
 
 /// Why the reaping of a slab has stopped.
@@ -846,7 +858,7 @@ impl Drop for Slabs {
             for place in std::mem::take(&mut lane.queue.lock().slabs) {
                 let guard = crate::reclaim::pin();
                 let Some(slab) = self.slab(place, &guard) else { continue };
-                let mut offset = FIRST as u64;
+                let mut offset = slab.first;
                 while offset < (slab.word.load(Ordering::Acquire) & (ONE - 1)).min(slab.cap) {
                     let record = slab.record(offset);
                     let state = record.state();
