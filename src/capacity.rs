@@ -3,9 +3,13 @@
 //! Ground rules: room is taken before a record is put into the index and given back after it was
 //! taken out, each exactly once. The limits are never passed; what is refused has left no trace.
 
-use dashmap::DashMap;
+use dashmap::{DashMap, Entry};
 
-use crate::sync::{AtomicUsize, Ordering};
+use crate::{
+    index::Removed,
+    record::PLACE,
+    sync::{AtomicUsize, Ordering},
+};
 
 /// What stood in the way of a new record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,10 +30,19 @@ pub(crate) struct Room {
     shares: Option<Shares>,
 }
 
+/// How many keys each account has. An account's place here is paid for under the lock of its
+/// entry: when it is made and when it goes.
 #[derive(Debug)]
 struct Shares {
     max_keys: usize,
     keys: DashMap<Box<[u8]>, usize, ahash::RandomState>,
+    removed: Removed,
+}
+
+/// Bytes that the place of an account with a name of `len` bytes takes: as large as one in the
+/// index, and the name as the allocator rounds it up.
+pub(crate) fn place(len: usize) -> usize {
+    PLACE + len + 24
 }
 
 impl Room {
@@ -42,16 +55,15 @@ impl Room {
             shares: max_each.map(|max_keys| Shares {
                 max_keys,
                 keys: DashMap::with_hasher(ahash::RandomState::new()),
+                removed: Removed::default(),
             }),
         }
     }
 
     /// Takes room for one record of `account` of `bytes` bytes.
     pub(crate) fn enter(&self, account: &[u8], bytes: usize) -> Result<(), Refusal> {
-        if let Some(shares) = &self.shares
-            && !shares.enter(account)
-        {
-            return Err(Refusal::Account);
+        if let Some(shares) = &self.shares {
+            shares.enter(account, |place| self.grow(place))?;
         }
         if !take(&self.keys, 1, self.max_keys) {
             self.leave_share(account);
@@ -98,30 +110,52 @@ impl Room {
 
     fn leave_share(&self, account: &[u8]) {
         if let Some(shares) = &self.shares {
-            shares.leave(account);
+            shares.leave(account, |place| self.shrink(place));
+        }
+    }
+
+    /// Gives memory back that a burst has left behind (R26).
+    pub(crate) fn trim(&self) {
+        if let Some(shares) = &self.shares {
+            shares.removed.shrink_if_sparse(&shares.keys);
         }
     }
 }
 
 impl Shares {
-    fn enter(&self, account: &[u8]) -> bool {
+    /// Takes one key of the account's share; `pay` takes the room of a new account.
+    fn enter(&self, account: &[u8], pay: impl FnOnce(usize) -> bool) -> Result<(), Refusal> {
+        let more = |keys: &mut usize| {
+            if *keys < self.max_keys {
+                *keys += 1;
+                return Ok(());
+            }
+            Err(Refusal::Account)
+        };
         // Looked up by reference first: a known account allocates nothing.
         if let Some(mut keys) = self.keys.get_mut(account) {
-            let free = *keys < self.max_keys;
-            *keys += usize::from(free);
-            return free;
+            return more(&mut keys);
         }
-        let mut keys = self.keys.entry(account.into()).or_insert(0);
-        let free = *keys < self.max_keys;
-        *keys += usize::from(free);
-        free
+        match self.keys.entry(account.into()) {
+            Entry::Occupied(mut known) => more(known.get_mut()),
+            Entry::Vacant(new) if pay(place(account.len())) => {
+                new.insert(1);
+                Ok(())
+            }
+            Entry::Vacant(_) => Err(Refusal::Store),
+        }
     }
 
-    fn leave(&self, account: &[u8]) {
+    /// Gives one key back; `back` takes the room of an account that has no more.
+    fn leave(&self, account: &[u8], back: impl FnOnce(usize)) {
         if let Some(mut keys) = self.keys.get_mut(account) {
             *keys = keys.saturating_sub(1);
         }
-        self.keys.remove_if(account, |_, keys| *keys == 0);
+        let gone = self.keys.remove_if(account, |_, keys| *keys == 0);
+        if gone.is_some() {
+            self.removed.up();
+            back(place(account.len()));
+        }
     }
 }
 
@@ -140,8 +174,9 @@ mod tests {
 
     #[test]
     fn r25_a_refusal_leaves_no_trace() {
-        let room = Room::new(2, 100, Some(1));
-        assert_eq!(room.enter(b"a", 101), Err(Refusal::Store));
+        let paid = 2 * place(1);
+        let room = Room::new(2, paid + 100, Some(1));
+        assert_eq!(room.enter(b"a", paid + 101), Err(Refusal::Store));
         assert_eq!(room.enter(b"a", usize::MAX), Err(Refusal::Store));
         assert_eq!((room.keys(), room.bytes()), (0, 0));
         assert_eq!(room.enter(b"a", 60), Ok(()));

@@ -10,14 +10,14 @@ use std::{
 };
 
 use crate::{
-    capacity::Room,
+    capacity::{self, Room},
     claim::{self, Claim},
     clock::{Clock, Millis, SystemClock},
     engine::{Abandon, Asked, Engine, Lapse, Met, Settings},
     error::{Busy, ClaimError, ConfigError, ResolveError},
     expire::{self, Sweeper},
     fingerprint::{Fingerprint, Scheme},
-    identity::Identity,
+    identity::{self, Identity},
     outcome::Outcome,
     permit::Token,
     record::{Record, word::View},
@@ -217,11 +217,12 @@ impl StoreBuilder {
             on_lapse: self.on_lapse,
         };
         at_least("max_keys", 1, self.max_keys)?;
-        let largest = Record::cost(crate::identity::MAX_FRAME);
-        at_least("max_bytes", largest.saturating_add(self.outcome_reserve), self.max_bytes)?;
+        let mut largest = Record::cost(identity::MAX_FRAME);
         if let Some(share) = self.max_keys_per_account {
             at_least("max_keys_per_account", 1, share)?;
+            largest += capacity::place(identity::MAX_ACCOUNT);
         }
+        at_least("max_bytes", largest.saturating_add(self.outcome_reserve), self.max_bytes)?;
         // A wheel holds no more; a record needs far more memory than this machine has then.
         let max_keys = self.max_keys.min(crate::wheel::MOST_TIMERS);
         let room = Room::new(max_keys, self.max_bytes, self.max_keys_per_account);
@@ -457,7 +458,7 @@ impl Store {
     /// dropping it does not reopen the store.
     pub fn drain(&self) -> Drain {
         self.engine.drain();
-        Drain { engine: Arc::clone(&self.engine) }
+        Drain { engine: Arc::clone(&self.engine), listed: None }
     }
 
     /// How long an outcome is kept.
@@ -541,6 +542,7 @@ pub struct Swept {
 #[must_use = "the drain goes on, but nobody waits for its end"]
 pub struct Drain {
     engine: Arc<Engine>,
+    listed: Option<u64>,
 }
 
 impl Drain {
@@ -553,8 +555,17 @@ impl Drain {
 impl Future for Drain {
     type Output = ();
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if self.engine.is_drained(cx.waker()) { Poll::Ready(()) } else { Poll::Pending }
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let Self { engine, listed } = &mut *self;
+        if engine.is_drained(listed, cx.waker()) { Poll::Ready(()) } else { Poll::Pending }
+    }
+}
+
+impl Drop for Drain {
+    fn drop(&mut self) {
+        if let Some(number) = self.listed {
+            self.engine.leave_drain(number);
+        }
     }
 }
 

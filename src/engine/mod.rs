@@ -12,7 +12,7 @@ mod settle;
 
 pub(crate) use settle::{By, Finish};
 
-use std::{hash::BuildHasher, task::Waker, time::Duration};
+use std::{collections::BTreeMap, hash::BuildHasher, task::Waker, time::Duration};
 
 use crate::{
     capacity::{Refusal, Room},
@@ -90,7 +90,14 @@ pub(crate) struct Engine {
     in_flight: AtomicUsize,
     draining: AtomicBool,
     /// Who waits for the end of a drain.
-    drained: Mutex<Vec<Waker>>,
+    drained: Mutex<Drained>,
+}
+
+/// The wakers of those who wait for the end of a drain, by the number that each was given.
+#[derive(Default)]
+struct Drained {
+    wakers: BTreeMap<u64, Waker>,
+    last: u64,
 }
 
 /// What a claim has met.

@@ -143,16 +143,27 @@ impl Engine {
     }
 
     /// Whether nothing is in flight; if something is, `waker` is called when it has landed.
-    pub(crate) fn is_drained(&self, waker: &Waker) -> bool {
+    /// `number` names the caller to [`Engine::leave_drain`].
+    pub(crate) fn is_drained(&self, number: &mut Option<u64>, waker: &Waker) -> bool {
         // Listed before the count is read: who lands last either is seen or sees the waker.
         let mut drained = self.drained.lock();
         if self.in_flight.load(Ordering::SeqCst) == 0 {
             return true;
         }
-        if !drained.iter().any(|listed| listed.will_wake(waker)) {
-            drained.push(waker.clone());
-        }
+        let number = *number.get_or_insert_with(|| {
+            drained.last += 1;
+            drained.last
+        });
+        let old = drained.wakers.insert(number, waker.clone());
+        drop(drained);
+        drop(old);
         false
+    }
+
+    /// Takes a waker off the list that [`Engine::is_drained`] has put there.
+    pub(crate) fn leave_drain(&self, number: u64) {
+        // Bound to a name so that it is dropped after the lock.
+        let _waker = self.drained.lock().wakers.remove(&number);
     }
 
     pub(crate) fn alarm(&self) -> &Arc<crate::expire::Alarm> {
@@ -177,6 +188,7 @@ impl Engine {
     /// Gives memory back that a burst has left behind (R26).
     pub(crate) fn trim(&self) {
         self.index.shrink_if_sparse();
+        self.room.trim();
     }
 
     /// Looks at one record whose timer has fired; true if it was taken out.

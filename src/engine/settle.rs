@@ -1,5 +1,7 @@
 //! How a claim ends: complete, release, hold, renew, and what a lapse does (R8 to R12).
 
+use std::task::Waker;
+
 use crate::{
     clock::Millis,
     error::{Lost, LostCause},
@@ -268,10 +270,8 @@ impl Engine {
         let before = self.in_flight.fetch_sub(1, Ordering::SeqCst);
         if before == 1 && self.draining.load(Ordering::SeqCst) {
             // Unlocked before they are called: a waker may ask whether the store is drained.
-            let drained = std::mem::take(&mut *self.drained.lock());
-            for waker in drained {
-                waker.wake();
-            }
+            let wakers = std::mem::take(&mut self.drained.lock().wakers);
+            wakers.into_values().for_each(Waker::wake);
         }
     }
 

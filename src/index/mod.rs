@@ -6,6 +6,8 @@
 //! replaced or removed only by who names the very record it means. No lock is held when a method
 //! returns.
 
+use std::hash::Hash;
+
 use dashmap::{DashMap, Entry};
 
 use crate::{
@@ -16,13 +18,38 @@ use crate::{
 /// Identity -> record.
 pub(crate) struct Index {
     map: DashMap<Arc<[u8]>, Arc<Record>, ahash::RandomState>,
-    /// Removals since the table was last looked at for shrinking.
-    removed: AtomicUsize,
+    removed: Removed,
+}
+
+/// Removals since a table was last looked at for shrinking.
+#[derive(Debug, Default)]
+pub(crate) struct Removed(AtomicUsize);
+
+impl Removed {
+    pub(crate) fn up(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Gives memory of `map` back when less than a third of it is used (R26). A table is at least
+    /// half full after it has grown or shrunk, so a removal pays for three places at most.
+    pub(crate) fn shrink_if_sparse<K: Eq + Hash, V>(
+        &self,
+        map: &DashMap<K, V, ahash::RandomState>,
+    ) {
+        // A few places are not worth the look, which takes every lock.
+        if self.0.load(Ordering::Relaxed) < 512 {
+            return;
+        }
+        self.0.store(0, Ordering::Relaxed);
+        if map.len() * 3 < map.capacity() {
+            map.shrink_to_fit();
+        }
+    }
 }
 
 impl Index {
     pub(crate) fn new() -> Self {
-        Self { map: DashMap::with_hasher(ahash::RandomState::new()), removed: AtomicUsize::new(0) }
+        Self { map: DashMap::with_hasher(ahash::RandomState::new()), removed: Removed::default() }
     }
 
     pub(crate) fn hash(&self, frame: &[u8]) -> u64 {
@@ -74,7 +101,7 @@ impl Index {
         let removed =
             self.map.remove_if(&**record.frame(), |_, there| Arc::ptr_eq(there, record)).is_some();
         if removed {
-            self.removed.fetch_add(1, Ordering::Relaxed);
+            self.removed.up();
         }
         removed
     }
@@ -90,13 +117,7 @@ impl Index {
 
     /// Gives memory of the table back when little of it is used (R26).
     pub(crate) fn shrink_if_sparse(&self) {
-        if self.removed.load(Ordering::Relaxed) < 4_096 {
-            return;
-        }
-        self.removed.store(0, Ordering::Relaxed);
-        if self.map.len() * 8 < self.map.capacity() {
-            self.map.shrink_to_fit();
-        }
+        self.removed.shrink_if_sparse(&self.map);
     }
 }
 
