@@ -14,7 +14,7 @@
 use std::{future::poll_fn, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, request::Parts};
+use http::{Method, Request, Response, StatusCode, request::Parts};
 use http_body::Body;
 use tokio::{
     sync::OwnedSemaphorePermit,
@@ -27,7 +27,7 @@ use super::{
     BoxError,
     asked::Asked,
     attempt::{Acted, Attempt, Keep, Release},
-    body::{RequestBody, ResponseBody},
+    body::{RequestBody, ResponseBody, Rest},
     capture::{self, Captured},
     intake::{self, Listed, Received, Refused},
     layer::Config,
@@ -231,6 +231,7 @@ where
     drop(bytes);
     let request = Request::from_parts(parts, body);
     let policy = Arc::clone(&asked.policy);
+    let method = request.method().clone();
     let config = Arc::clone(&asked.config);
     tokio::spawn(async move {
         let _until_the_end = (slot, listed);
@@ -241,7 +242,7 @@ where
         }
         owner.has_begun = true;
         let ended = match inner.call(request).await {
-            Ok(response) => settle(owner, response, &policy).await,
+            Ok(response) => settle(owner, response, &policy, &method).await,
             Err(error) => owner.settle(Permit::release).map(|()| Ended::Failed(error)),
         };
         ended.unwrap_or_else(|lost| {
@@ -285,12 +286,13 @@ async fn settle<R, E>(
     owner: Owner,
     response: Response<R>,
     policy: &Policy,
+    method: &Method,
 ) -> Result<Ended<R, E>, Lost>
 where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
 {
-    let (head, body) = response.into_parts();
+    let (mut head, body) = response.into_parts();
     let is_kept = if head.extensions.get::<Release>().is_some() {
         false
     } else {
@@ -307,6 +309,11 @@ where
         return Ok(Ended::Answered(Response::from_parts(head, ResponseBody::untouched(body))));
     }
     let body = match capture::capture(body, policy.max_response, policy.capture_time).await {
+        Captured::Whole { data, .. } if !capture::is_as_promised(&head, method, data.len()) => {
+            owner.settle(without_answer)?;
+            let error = "the body has another length than its head says";
+            ResponseBody::tail(data, Rest::Broken(error.into()))
+        }
         Captured::Whole { data, trailers } => {
             let kept = data.clone();
             let outcome = reply::keep(policy, status, &head.headers, kept, trailers.as_ref());
@@ -317,6 +324,7 @@ where
                     permit.release_with(outcome)
                 }
             })?;
+            capture::let_frame(&mut head.headers);
             ResponseBody::buffered(data, trailers)
         }
         Captured::Open { prefix, rest } => {
