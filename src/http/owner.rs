@@ -7,7 +7,8 @@
 //! 2. Between a won claim and the spawned task there is no await. The work runs in that task; a
 //!    client that leaves drops only the handle (R18).
 //! 3. The task's slot is taken before the claim, so that a claim that was won always has a task.
-//!    A waiter holds no slot; it takes one when the identity becomes its own (R15).
+//!    A waiter holds no slot; it takes one when the identity becomes its own (R15), and so that it
+//!    finds the one of the owner that gave up, a slot is given back before the identity is settled.
 //! 4. Until the inner service is called, nothing has begun: however the task ends, the identity is
 //!    released. From then on it is settled by the response, or held (R11).
 
@@ -219,7 +220,7 @@ where
     parts.extensions.insert(Attempt { caller, token: permit.token() });
     parts.extensions.insert(Acted);
     let config = Arc::clone(&asked.config);
-    let mut owner = Owner { permit: Some(permit), has_begun: false, config };
+    let mut owner = Owner { permit: Some(permit), slot: Some(slot), has_begun: false, config };
     let listed = asked
         .policy
         .fingerprint
@@ -234,7 +235,7 @@ where
     let method = request.method().clone();
     let config = Arc::clone(&asked.config);
     tokio::spawn(async move {
-        let _until_the_end = (slot, listed);
+        let _until_the_end = listed;
         if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
             // Nothing was done, and Lost means that somebody else has settled it.
             let _ = owner.settle(Permit::release);
@@ -257,18 +258,22 @@ where
 struct Owner {
     /// `None` once settled.
     permit: Option<Permit>,
+    /// Given back first (rule 3).
+    slot: Option<OwnedSemaphorePermit>,
     has_begun: bool,
     config: Arc<Config>,
 }
 
 impl Owner {
     fn settle(mut self, verb: impl FnOnce(Permit) -> Result<(), Lost>) -> Result<(), Lost> {
+        self.slot = None;
         self.permit.take().map_or(Ok(()), verb)
     }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
+        self.slot = None;
         if std::thread::panicking() {
             self.config.counters.panics.up();
         }
