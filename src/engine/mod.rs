@@ -187,6 +187,10 @@ impl Fresh<'_> {
             }
             return Ok(Arc::clone(record));
         }
+        // Also here, so that those who are refused keep a drain from nothing.
+        if engine.draining.load(Ordering::SeqCst) {
+            return Err(ClaimError::Draining);
+        }
         let room = match engine.enter(frame, now) {
             Ok(room) => room,
             Err(_) if succeeds => 0,
