@@ -30,7 +30,7 @@ fn runtime() -> Runtime {
 
 /// Claims `key`, waits if it must, runs `work` if it becomes the owner. Answers what everybody got.
 async fn run_once(store: &Store, key: &str, work: impl AsyncFnOnce() -> String) -> Outcome {
-    let settled = match store.claim(&id(key), fp("")).unwrap() {
+    let settled = match store.claim(&id(key), same()).unwrap() {
         Claim::Won(permit) => Settled::Yours(permit),
         Claim::Replay(replay) => return replay.into_outcome(),
         Claim::InFlight(pending) => pending.wait().await,
@@ -113,7 +113,7 @@ fn case_001_exactly_one_owner_among_64_tasks_and_16_threads_and_all_get_its_byte
                 start.wait();
                 (0..KEYS).for_each(|key| {
                     let name = key.to_string();
-                    let settled = match store.claim(&id(&name), fp("")).unwrap() {
+                    let settled = match store.claim(&id(&name), same()).unwrap() {
                         Claim::InFlight(pending) => pending.wait_timeout(LONG).unwrap(),
                         Claim::Won(permit) => Settled::Yours(permit),
                         Claim::Replay(replay) => Settled::Completed(replay),
@@ -216,12 +216,11 @@ fn case_023_no_waiter_registers_behind_the_owners_back() {
     let _watchdog = watchdog_of(Duration::from_secs(120));
     let (store, _) = by_hand();
     let barrier = Barrier::new(2);
-    let same = fp("");
     thread::scope(|scope| {
         scope.spawn(|| {
             let mut dice = Dice::new(23);
             for round in 0..ROUNDS {
-                let permit = store.claim(&id("k"), same).won();
+                let permit = store.claim(&id("k"), same()).won();
                 barrier.wait();
                 for _ in 0..dice.roll(200) {
                     std::hint::spin_loop();
@@ -245,7 +244,7 @@ fn case_023_no_waiter_registers_behind_the_owners_back() {
                 std::hint::spin_loop();
             }
             // Half of the rounds as a thread and half as a task.
-            let settled = match store.claim(&id("k"), same).unwrap() {
+            let settled = match store.claim(&id("k"), same()).unwrap() {
                 Claim::InFlight(pending) if round % 2 == 0 => block_on(pending.wait()),
                 Claim::InFlight(pending) => pending.wait_timeout(LONG).unwrap(),
                 Claim::Won(permit) => Settled::Yours(permit),
@@ -549,10 +548,10 @@ fn case_074_a_minute_of_the_monotonic_clock_ends_nothing() {
 fn case_076_an_endless_claim_stops_the_expiry_of_nobody() {
     for on_lapse in [Lapse::Hold, Lapse::TakeOver] {
         let (store, clock) = by_hand_with(|builder| builder.on_lapse(on_lapse));
-        let endless = store.claim(&id("endless"), fp("")).won();
+        let endless = store.claim(&id("endless"), same()).won();
         for n in 0..10_000 {
             let key = n.to_string();
-            store.claim(&id(&key), fp("")).won().complete(Outcome::new(200)).unwrap();
+            store.claim(&id(&key), same()).won().complete(Outcome::new(200)).unwrap();
         }
         clock.advance(25 * HOUR);
         store.sweep();
@@ -562,7 +561,7 @@ fn case_076_an_endless_claim_stops_the_expiry_of_nobody() {
             Lapse::Hold => assert_eq!((stats.expired, stats.keys, stats.held), (10_000, 1, 1)),
             Lapse::TakeOver => assert_eq!((stats.expired, stats.keys), (10_001, 0)),
         }
-        let claim = store.claim(&id("endless"), fp("")).unwrap();
+        let claim = store.claim(&id("endless"), same()).unwrap();
         match (on_lapse, claim) {
             (Lapse::Hold, Claim::Held) => drop(endless.complete(outcome("late")).unwrap()),
             (Lapse::TakeOver, Claim::Won(second)) => {
@@ -596,10 +595,9 @@ fn case_078_lifetime_counts_from_the_completion() {
 fn case_080_keys_and_bytes_fall_to_zero_without_traffic() {
     let _watchdog = watchdog();
     let store = Store::builder().retention(300 * MS).tick(50 * MS).build().unwrap();
-    let same = fp("");
     for n in 0..100_000 {
         let key = n.to_string();
-        store.claim(&id(&key), same).won().complete(Outcome::new(200).body("1")).unwrap();
+        store.claim(&id(&key), same()).won().complete(Outcome::new(200).body("1")).unwrap();
     }
     until(|| {
         let stats = store.stats();

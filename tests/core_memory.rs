@@ -11,9 +11,7 @@ use std::{
     cell::Cell,
 };
 
-use oncekey::{
-    Claim, ClaimError, Fingerprint, Identity, Lapse, Outcome, Scheme, Store, StoreBuilder,
-};
+use oncekey::{Claim, ClaimError, Identity, Lapse, Outcome, Store, StoreBuilder};
 
 mod common;
 
@@ -89,6 +87,8 @@ fn roomy(builder: StoreBuilder) -> StoreBuilder {
 
 #[test]
 fn r25_the_bytes_that_are_counted_cover_those_that_are_taken() {
+    // The first store of a process makes what all of them share.
+    drop(by_hand());
     for (keys, key, lines, body) in
         [(100_000, 1, 0, 0), (100_000, 36, 1, 200), (50_000, 255, 0, 1), (10_000, 100, 30, 5_000)]
     {
@@ -104,6 +104,9 @@ fn r25_the_bytes_that_are_counted_cover_those_that_are_taken() {
                 // With shares each key has an account of its own: the worst there is.
                 let account = if shares { n } else { 0 };
                 complete_one(&store, [account, n], &endpoint, lines, body);
+                if n % 8 != 0 {
+                    continue;
+                }
                 let (live, counted) = (start.bytes(), store.stats().bytes);
                 assert!(live <= counted + NOTHING, "{live} of {counted} after {n}");
                 if n >= 1_000 {
@@ -140,16 +143,14 @@ fn complete_one(store: &Store, [account, key]: [usize; 2], endpoint: &str, lines
     let width = endpoint.len();
     let (account, key) = (format!("{account:0width$}"), format!("{key:0width$}"));
     let id = Identity::new(&account, endpoint, &key).unwrap();
-    // Not hashed, because that costs more than all the rest here.
-    let same = Fingerprint::from_parts(Scheme::REQUEST_1, [7; 32]);
-    let permit = store.claim(&id, same).won();
+    let permit = store.claim(&id, same()).won();
     let mut outcome = Outcome::new(201);
     for line in 0..lines {
         outcome = outcome.header(format!("x-line-{line}"), "application/json");
     }
     permit.complete(outcome.body(vec![7; body])).unwrap();
     // The first replay makes the counts by which the bytes are shared.
-    store.claim(&id, same).replayed();
+    store.claim(&id, same()).replayed();
 }
 
 #[test]
@@ -212,7 +213,7 @@ fn case_082_expired_records_are_freed_though_nobody_asks_for_them_again() {
     let (store, clock) = by_hand_with(|builder| roomy(builder).retention(SECOND));
     for n in 0..200_000 {
         let key = n.to_string();
-        store.claim(&id(&key), fp("")).won().complete(outcome(&key)).unwrap();
+        store.claim(&id(&key), same()).won().complete(outcome(&key)).unwrap();
     }
     assert!(start.bytes() > 200_000 * 300);
     clock.advance(3 * SECOND);
@@ -230,7 +231,7 @@ fn case_085_the_byte_limit_holds_for_megabyte_bodies_and_a_full_store_is_flat() 
     for n in 0..10_000 {
         let key = n.to_string();
         let before = CALLS.get();
-        match store.claim(&id(&key), fp("")) {
+        match store.claim(&id(&key), same()) {
             Ok(Claim::Won(permit)) => {
                 // Zeroed pages, so that only the bytes are counted and none is touched.
                 kept +=
@@ -280,9 +281,9 @@ fn fill_and_empty(store: &Store, clock: &oncekey::ManualClock) {
     for n in 0..1_000_u32 {
         let key = n.to_string();
         let id = Identity::new(&key, "POST /charges", &key).unwrap();
-        let permit = store.claim(&id, fp("")).won();
+        let permit = store.claim(&id, same()).won();
         let mut tasks: Vec<_> =
-            (0..n % 3).map(|_| Task::listed(store.claim(&id, fp("")).pending())).collect();
+            (0..n % 3).map(|_| Task::listed(store.claim(&id, same()).pending())).collect();
         match n % 10 {
             0 => drop(permit.complete(outcome(&key)).unwrap()),
             1 => drop(permit.complete_not_kept().unwrap()),
@@ -293,12 +294,12 @@ fn fill_and_empty(store: &Store, clock: &oncekey::ManualClock) {
             6 => assert!(store.forget_forced(&id)),
             7 => {
                 permit.complete(outcome(&key)).unwrap();
-                store.claim(&id, fp("")).replayed();
+                store.claim(&id, same()).replayed();
                 assert!(store.forget(&id).unwrap());
             }
             8 => {
                 clock.advance(LEASE);
-                store.claim(&id, fp("")).won().release().unwrap();
+                store.claim(&id, same()).won().release().unwrap();
             }
             _ => {
                 permit.hold().unwrap();
@@ -324,9 +325,9 @@ fn r15_those_who_waited_leave_nothing_behind() {
     let mut second = 0;
     let start = Since::now();
     for round in 0..20 {
-        let permit = store.claim(&id("k"), fp("")).won();
+        let permit = store.claim(&id("k"), same()).won();
         let tasks: Vec<_> =
-            (0..1_000).map(|_| Task::listed(store.claim(&id("k"), fp("")).pending())).collect();
+            (0..1_000).map(|_| Task::listed(store.claim(&id("k"), same()).pending())).collect();
         drop(tasks);
         // Drains that nobody waits for any more, one after the other.
         permit.release().unwrap();
@@ -342,7 +343,7 @@ fn r15_those_who_waited_leave_nothing_behind() {
 #[test]
 fn drain_a_look_that_was_given_up_leaves_nothing_behind() {
     let (store, _) = by_hand();
-    let _permit = store.claim(&id("k"), fp("")).won();
+    let _permit = store.claim(&id("k"), same()).won();
     let mut second = 0;
     let start = Since::now();
     for round in 0..1_000 {

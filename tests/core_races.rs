@@ -216,10 +216,6 @@ impl Attack {
     }
 }
 
-fn same() -> Fingerprint {
-    Fingerprint::from_parts(oncekey::Scheme::REQUEST_1, [1; 32])
-}
-
 fn other() -> Fingerprint {
     Fingerprint::from_parts(oncekey::Scheme::REQUEST_1, [2; 32])
 }

@@ -175,7 +175,7 @@ fn r09_tokens_of_an_identity_grow_also_where_claims_race() {
             scope.spawn(|| {
                 barrier.wait();
                 for _ in 0..50_000 {
-                    if let Claim::Won(permit) = store.claim(&id("k"), fp("")).unwrap() {
+                    if let Claim::Won(permit) = store.claim(&id("k"), same()).unwrap() {
                         // Nobody else is between a claim and a release now.
                         let token = permit.token().number();
                         let before = newest.swap(token, Ordering::SeqCst);
@@ -347,7 +347,7 @@ fn r10_a_takeover_takes_the_very_record_that_was_seen() {
         scope.spawn(|| {
             let mut dice = Dice::new(1);
             for round in 0..rounds {
-                let owner = store.claim(&id("k"), fp("")).won();
+                let owner = store.claim(&id("k"), same()).won();
                 clock.advance(LEASE);
                 barrier.wait();
                 (0..dice.roll(100)).for_each(|_| std::hint::spin_loop());
@@ -365,7 +365,7 @@ fn r10_a_takeover_takes_the_very_record_that_was_seen() {
         for _ in 0..rounds {
             barrier.wait();
             (0..dice.roll(100)).for_each(|_| std::hint::spin_loop());
-            let claim = store.claim(&id("k"), fp("")).unwrap();
+            let claim = store.claim(&id("k"), same()).unwrap();
             taken_over.store(matches!(claim, Claim::Won(_)), Ordering::SeqCst);
             // A permit that was won lives until the other has looked.
             barrier.wait();
