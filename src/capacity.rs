@@ -58,11 +58,22 @@ struct Drawn {
     bytes: u64,
 }
 
+/// How many keys each account has. An account's place here is paid for under its lock: when it is
+/// made and when it goes.
 #[derive(Debug)]
 struct Shares {
     max_keys: usize,
     hasher: ahash::RandomState,
-    keys: Box<[Mutex<HashMap<Box<[u8]>, usize, ahash::RandomState>>]>,
+    shards: Box<[Mutex<Share>]>,
+}
+
+type Share = HashMap<Box<[u8]>, usize, ahash::RandomState>;
+
+/// Bytes that the place of an account with a name of `len` bytes takes: 25 bytes, of which a table
+/// has up to three for each account and the old one beside it while it grows, and the name as the
+/// allocator rounds it up.
+pub(crate) fn place(len: usize) -> usize {
+    96 + len + 24
 }
 
 impl Room {
@@ -80,7 +91,7 @@ impl Room {
             shares: max_each.map(|max_keys| Shares {
                 max_keys,
                 hasher: ahash::RandomState::new(),
-                keys: (0..64).map(|_| Mutex::default()).collect(),
+                shards: (0..64).map(|_| Mutex::default()).collect(),
             }),
         }
     }
@@ -93,13 +104,11 @@ impl Room {
         account: &[u8],
         bytes: usize,
     ) -> Result<Drew, Refusal> {
-        if let Some(shares) = &self.shares
-            && !shares.enter(account)
-        {
-            return Err(Refusal::Account);
+        if let Some(shares) = &self.shares {
+            shares.enter(account, |place| self.grow(lane, place))?;
         }
         self.take(lane, 1, bytes).ok_or_else(|| {
-            self.leave_share(account);
+            self.leave_share(lane, account);
             Refusal::Store
         })
     }
@@ -107,7 +116,7 @@ impl Room {
     /// Gives the room of one record back.
     pub(crate) fn leave(&self, lane: usize, account: &[u8], bytes: usize) {
         self.give(lane, 1, bytes as u64);
-        self.leave_share(account);
+        self.leave_share(lane, account);
     }
 
     /// Takes `bytes` more for a record that is there.
@@ -129,9 +138,9 @@ impl Room {
         drawn.bytes = drawn.bytes.saturating_sub(bytes);
     }
 
-    pub(crate) fn leave_share(&self, account: &[u8]) {
+    pub(crate) fn leave_share(&self, lane: usize, account: &[u8]) {
         if let Some(shares) = &self.shares {
-            shares.leave(account);
+            shares.leave(account, |place| self.shrink(lane, place));
         }
     }
 
@@ -229,32 +238,39 @@ impl Room {
 pub(crate) struct Drew(pub(crate) bool);
 
 impl Shares {
-    fn shard(&self, account: &[u8]) -> &Mutex<HashMap<Box<[u8]>, usize, ahash::RandomState>> {
-        &self.keys[self.hasher.hash_one(account) as usize % self.keys.len()]
+    fn shard(&self, account: &[u8]) -> &Mutex<Share> {
+        &self.shards[self.hasher.hash_one(account) as usize % self.shards.len()]
     }
 
-    fn enter(&self, account: &[u8]) -> bool {
-        let mut keys = self.shard(account).lock();
+    /// Takes one key of the account's share; `pay` takes the room of a new account.
+    fn enter(&self, account: &[u8], pay: impl FnOnce(usize) -> bool) -> Result<(), Refusal> {
+        let mut share = self.shard(account).lock();
         // Looked up by reference first: a known account allocates nothing.
-        if let Some(held) = keys.get_mut(account) {
-            let free = *held < self.max_keys;
-            *held += usize::from(free);
-            return free;
+        match share.get_mut(account) {
+            Some(keys) if *keys < self.max_keys => *keys += 1,
+            Some(_) => return Err(Refusal::Account),
+            None if pay(place(account.len())) => {
+                share.insert(account.into(), 1);
+            }
+            None => return Err(Refusal::Store),
         }
-        keys.insert(account.into(), 1);
-        true
+        Ok(())
     }
 
-    fn leave(&self, account: &[u8]) {
-        let mut keys = self.shard(account).lock();
-        if let Some(held) = keys.get_mut(account) {
-            *held -= 1;
-            if *held == 0 {
-                keys.remove(account);
-                if keys.capacity() > 64 && keys.len() * 8 < keys.capacity() {
-                    keys.shrink_to_fit();
-                }
+    /// Gives one key back; `back` takes the room of an account that has no more.
+    fn leave(&self, account: &[u8], back: impl FnOnce(usize)) {
+        let mut share = self.shard(account).lock();
+        let Some(keys) = share.get_mut(account) else { return };
+        *keys -= 1;
+        if *keys == 0 {
+            share.remove(account);
+            if share.is_empty() {
+                *share = Share::default();
+            } else if share.len() * 3 < share.capacity() && share.capacity() > 16 {
+                share.shrink_to_fit();
             }
+            drop(share);
+            back(place(account.len()));
         }
     }
 }
@@ -269,8 +285,9 @@ mod tests {
 
     #[test]
     fn r25_a_refusal_leaves_no_trace() {
-        let room = Room::new(2, 2, 100, Some(1));
-        assert_eq!(enter(&room, b"a", 101), Err(Refusal::Store));
+        let paid = 2 * place(1);
+        let room = Room::new(2, 2, paid + 100, Some(1));
+        assert_eq!(enter(&room, b"a", paid + 101), Err(Refusal::Store));
         assert_eq!(enter(&room, b"a", usize::MAX), Err(Refusal::Store));
         assert_eq!(room.used(), (0, 0));
         assert_eq!(enter(&room, b"a", 60), Ok(()));
@@ -286,7 +303,7 @@ mod tests {
         assert_eq!(room.used(), (0, 0));
         assert!(room.call_back());
         let shares = room.shares.as_ref().unwrap();
-        assert!(shares.keys.iter().all(|keys| keys.lock().is_empty()));
+        assert!(shares.shards.iter().all(|share| share.lock().is_empty()));
     }
 
     #[test]

@@ -13,7 +13,8 @@ use std::ops::Deref;
 
 use crate::header::{self, KeyError};
 
-const MAX_ACCOUNT: usize = 255;
+/// The longest account, in bytes.
+pub(crate) const MAX_ACCOUNT: usize = 255;
 const MAX_ENDPOINT: usize = 512;
 
 /// The lengths that stand before the parts in a frame.

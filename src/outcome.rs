@@ -11,8 +11,12 @@ use std::fmt;
 
 use bytes::Bytes;
 
-/// What an outcome costs beside its bytes: two buffers with their counts and allocator rounding.
-const OVERHEAD: usize = 128;
+/// What a buffer costs beside its bytes: the shared count that the first replay makes, the
+/// allocator's rounding of both, and what a buffer may be too large (see [`SLACK`]).
+const BUFFER: usize = 64;
+
+/// How much larger than its bytes a body's buffer may be without being copied.
+const SLACK: usize = 8;
 
 /// The stored answer of one intent: the same status, the same header lines in the same order and
 /// the same body bytes for everyone who asks (R16).
@@ -52,7 +56,8 @@ impl Outcome {
         let value = &value[..value.len().min(u32::MAX as usize)];
         // Gives the buffer back without a copy, because nobody else holds it yet.
         let mut head = Vec::from(std::mem::take(&mut self.head));
-        head.reserve(6 + name.len() + value.len());
+        // Exactly, because what is too much stays as long as the outcome.
+        head.reserve_exact(6 + name.len() + value.len());
         head.extend_from_slice(&(name.len() as u16).to_be_bytes());
         head.extend_from_slice(&(value.len() as u32).to_be_bytes());
         head.extend_from_slice(name);
@@ -63,11 +68,16 @@ impl Outcome {
 
     /// Sets the body.
     ///
-    /// Hand in bytes that own their buffer: a slice of a larger buffer keeps all of it in memory,
-    /// and the store counts only the slice.
+    /// A buffer with room to spare, as a `String` or `Vec` that has grown, is copied into one that
+    /// fits, because it is the buffer that stays in memory and the store counts the bytes. This
+    /// cannot be seen of bytes that are shared already: a slice of a larger buffer keeps all of it.
     #[must_use]
     pub fn body(mut self, body: impl Into<Bytes>) -> Self {
-        self.body = body.into();
+        self.body = match body.into().try_into_mut() {
+            Ok(body) if body.capacity() > body.len() + SLACK => Bytes::copy_from_slice(&body),
+            Ok(body) => body.freeze(),
+            Err(shared) => shared,
+        };
         self
     }
 
@@ -86,6 +96,17 @@ impl Outcome {
         &self.body
     }
 
+    /// What the outcome costs a store, in bytes.
+    pub fn size(&self) -> usize {
+        Self::size_of(self.head.len(), self.body.len())
+    }
+
+    /// What an outcome of so many bytes of header lines and body costs.
+    pub(crate) fn size_of(head: usize, body: usize) -> usize {
+        let buffer = |len: usize| if len == 0 { 0 } else { BUFFER + len };
+        buffer(head) + buffer(body)
+    }
+
     /// An outcome of parts that another one had.
     pub(crate) fn from_parts(status: u16, head: Bytes, body: Bytes) -> Self {
         Self { status, head, body }
@@ -99,16 +120,6 @@ impl Outcome {
     /// Bytes of header lines and body.
     pub(crate) fn len(&self) -> usize {
         self.head.len() + self.body.len()
-    }
-
-    /// What the outcome costs a store, in bytes.
-    pub fn size(&self) -> usize {
-        Self::size_of(self.len())
-    }
-
-    /// What an outcome of so many bytes costs.
-    pub(crate) fn size_of(len: usize) -> usize {
-        OVERHEAD + len
     }
 }
 
@@ -172,6 +183,25 @@ mod tests {
     fn r16_a_clone_shares_the_bytes() {
         let outcome = Outcome::new(200).body(vec![7_u8; 10_000]);
         assert_eq!(outcome.clone().bytes().as_ptr(), outcome.bytes().as_ptr());
+    }
+
+    #[test]
+    fn r25_a_buffer_with_room_to_spare_is_not_kept() {
+        let mut grown = Vec::with_capacity(10_000);
+        grown.extend_from_slice(b"small");
+        let outcome = Outcome::new(200).body(grown);
+        let body = outcome.body.try_into_mut().unwrap();
+        assert_eq!((&body[..], body.capacity()), (&b"small"[..], 5));
+        // One that fits is taken as it is.
+        let exact = vec![7; 100].into_boxed_slice();
+        let at = exact.as_ptr();
+        assert_eq!(Outcome::new(200).body(exact).bytes().as_ptr(), at);
+        let mut outcome = Outcome::new(200);
+        for n in 1..50 {
+            outcome = outcome.header("a", vec![7; n]);
+        }
+        let head = outcome.head.try_into_mut().unwrap();
+        assert_eq!(head.capacity(), head.len());
     }
 
     #[test]

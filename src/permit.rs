@@ -13,7 +13,6 @@ use crate::{
     identity::Identity,
     lane::Hold,
     outcome::Outcome,
-    reclaim,
     record::Owned,
     sync::Arc,
 };
@@ -112,8 +111,8 @@ impl Permit {
 
     fn finish(mut self, outcome: Option<Outcome>) -> Result<Completed, Lost> {
         let Claimed { hold, owned, .. } = self.settle();
-        let guard = reclaim::pin();
         let (engine, lane) = (hold.engine(), hold.lane());
+        let guard = engine.pin();
         let finish = engine.complete(lane, owned.cell(), By::Owner, outcome, &guard)?;
         Ok(Completed { kept: matches!(finish, Finish::Kept) })
     }

@@ -92,6 +92,15 @@ counters! {
     sweep_panics,
 }
 
+impl Counters {
+    /// How many records and claims have left.
+    pub(crate) fn ended(&self) -> u64 {
+        [&self.expired, &self.forgotten, &self.released, &self.taken_over]
+            .iter()
+            .fold(0, |sum, counter| sum + counter.0.load(Ordering::Relaxed))
+    }
+}
+
 /// A number that only grows.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(Tally);

@@ -10,14 +10,14 @@ use std::{
 };
 
 use crate::{
-    capacity::Room,
+    capacity::{self, Room},
     claim::{self, Claim},
     clock::{Clock, Millis, SystemClock},
     engine::{Abandon, Asked, Engine, Lapse, Settings},
     error::{Busy, ClaimError, ConfigError, ResolveError},
     expire::{self, Sweeper},
     fingerprint::{Fingerprint, Scheme},
-    identity::{Frame, Identity},
+    identity::{self, Frame, Identity},
     outcome::Outcome,
     permit::Token,
     lane::{self, Hold},
@@ -224,13 +224,15 @@ impl StoreBuilder {
             on_lapse: self.on_lapse,
         };
         at_least("max_keys", 1, self.max_keys)?;
-        let largest = record::cost(crate::identity::MAX_FRAME);
-        at_least("max_bytes", largest.saturating_add(self.outcome_reserve), self.max_bytes)?;
+        let mut largest = record::cost(identity::MAX_FRAME);
         if let Some(share) = self.max_keys_per_account {
             at_least("max_keys_per_account", 1, share)?;
+            largest += capacity::place(identity::MAX_ACCOUNT);
         }
+        let reserve = self.outcome_reserve.max(record::CLAIM);
+        at_least("max_bytes", largest.saturating_add(reserve), self.max_bytes)?;
         let (max_keys, max_bytes) = (self.max_keys.min(MOST_KEYS), self.max_bytes.min(MOST_BYTES));
-        let settings = Settings { reserve: settings.reserve.min(max_bytes - largest), ..settings };
+        let settings = Settings { reserve: reserve.min(max_bytes - largest), ..settings };
         let room = Room::new(lane::lanes(), max_keys, max_bytes, self.max_keys_per_account);
         let waiters = Waiters::new(self.max_waiters_per_key, self.max_waiters);
         let engine = Arc::new(Engine::new(settings, self.clock.0, max_keys, room, waiters));
@@ -541,7 +543,7 @@ impl Store {
     /// dropping it does not reopen the store.
     pub fn drain(&self) -> Drain {
         self.engine().drain();
-        Drain { engine: Arc::clone(self.hold().engine()) }
+        Drain { engine: Arc::clone(self.hold().engine()), listed: None }
     }
 
     /// How long an outcome is kept.
@@ -625,6 +627,7 @@ pub struct Swept {
 #[must_use = "the drain goes on, but nobody waits for its end"]
 pub struct Drain {
     engine: Arc<Engine>,
+    listed: Option<u64>,
 }
 
 impl Drain {
@@ -637,8 +640,17 @@ impl Drain {
 impl Future for Drain {
     type Output = ();
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if self.engine.is_drained(cx.waker()) { Poll::Ready(()) } else { Poll::Pending }
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let Self { engine, listed } = &mut *self;
+        if engine.is_drained(listed, cx.waker()) { Poll::Ready(()) } else { Poll::Pending }
+    }
+}
+
+impl Drop for Drain {
+    fn drop(&mut self) {
+        if let Some(number) = self.listed {
+            self.engine.leave_drain(number);
+        }
     }
 }
 

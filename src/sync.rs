@@ -13,9 +13,12 @@ pub(crate) use self::model::*;
 
 #[cfg(not(oncekey_loom))]
 mod real {
-    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
     pub(crate) use parking_lot::{Condvar, Mutex};
+
+    /// Sequentially consistent operations before it are ordered before those after it.
+    pub(crate) fn between_seq_cst() {}
 
     /// Plain memory that threads hand to each other by an atomic.
     #[derive(Debug)]
@@ -47,9 +50,14 @@ mod model {
         cell::UnsafeCell,
         sync::{
             MutexGuard,
-            atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+            atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
         },
     };
+
+    /// loom takes SeqCst operations as AcqRel; the language does not.
+    pub(crate) fn between_seq_cst() {
+        fence(Ordering::SeqCst);
+    }
 
     /// loom's lock with parking_lot's face: a model does not outlive a panic.
     #[derive(Debug, Default)]

@@ -22,7 +22,7 @@ mod sweep;
 
 pub(crate) use settle::{By, Finish};
 
-use std::{hash::BuildHasher, task::Waker, time::Duration};
+use std::{collections::BTreeMap, hash::BuildHasher, task::Waker, time::Duration};
 
 use crate::{
     capacity::{Drew, Refusal, Room},
@@ -34,12 +34,12 @@ use crate::{
     index::{For, Index, Seen, What},
     lane::{self, Lane},
     outcome::Outcome,
-    reclaim::{self, Guard},
+    reclaim::{Domain, Guard},
     record::{
-        self, Cell, Owned, Place, Record, Slabs,
+        self, Cell, Killed, Owned, Place, Record, Slabs,
         word::{Kind, View, Word},
     },
-    sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, Tally},
+    sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, Tally, between_seq_cst},
     waiters::{Gift, NoSeat, Ticket, Waiters},
 };
 
@@ -86,6 +86,8 @@ pub(crate) struct Engine {
     /// The latest time ever read, in milliseconds: a clock that steps back stops time (R23).
     /// Relaxed, because it publishes nothing and only grows.
     latest: Tally,
+    /// First of those that others refer to: what it still has to free goes before them.
+    domain: Domain,
     index: Index,
     slabs: Slabs,
     room: Room,
@@ -96,13 +98,20 @@ pub(crate) struct Engine {
     owner: u64,
     draining: AtomicBool,
     /// Who waits for the end of a drain.
-    drained: Mutex<Vec<Waker>>,
+    drained: Mutex<Drained>,
     /// Held by the one thread that sweeps.
     sweeping: Mutex<sweep::Turn>,
     /// The slabs' number at which all tables were young (invariant 5 of the index).
     renewed: AtomicU64,
     /// Before this time nothing is due, as far as the last sweep knew; later claims end later.
     next_due: AtomicU64,
+}
+
+/// The wakers of those who wait for the end of a drain, by the number that each was given.
+#[derive(Default)]
+struct Drained {
+    wakers: BTreeMap<u64, Waker>,
+    last: u64,
 }
 
 /// What a claim has met.
@@ -214,6 +223,7 @@ impl Engine {
             origin: clock.now(),
             latest: Tally::new(0),
             clock,
+            domain: Domain::new(lane::lanes()),
             index: Index::new(max_keys),
             slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick),
             room,
@@ -257,18 +267,23 @@ impl Engine {
         self.lane(lane::of_thread())
     }
 
+    /// Keeps what this thread looks at from being freed.
+    pub(crate) fn pin(&self) -> Guard<'_> {
+        self.domain.pin(lane::of_thread())
+    }
+
     pub(crate) fn hash(&self, frame: &Frame) -> u64 {
         self.index.hash(frame)
     }
 
     /// Asks for the memory that a claim of `hash` will read first.
     pub(crate) fn prefetch(&self, hash: u64) {
-        self.index.prefetch(hash);
+        self.index.prefetch(hash, &self.pin());
     }
 
     /// Asks for the memory that a claim of `hash` will read next.
     pub(crate) fn prefetch_target(&self, hash: u64) {
-        self.index.prefetch_target(hash, &self.slabs);
+        self.index.prefetch_target(hash, &self.slabs, &self.pin());
     }
 
     /// Makes the caller the owner of the identity in `frame`, or tells what is there. With
@@ -281,9 +296,11 @@ impl Engine {
         asked: &mut Asked<'_>,
         seated: bool,
     ) -> Result<Met, ClaimError> {
+        let guard = self.pin();
         // The time is read while the memory comes.
-        self.index.prefetch(hash);
-        let met = self.claim_at(lane, hash, frame, asked, self.now(), seated);
+        self.index.prefetch(hash, &guard);
+        let now = self.now();
+        let met = self.claim_at(lane, hash, frame, asked, now, seated, &guard);
         match &met {
             Ok(Met::Won(..)) => lane.counters.won.up(),
             Ok(met) => Self::count(lane, met),
@@ -302,7 +319,7 @@ impl Engine {
         frame: &Frame,
         asked: &mut Asked<'_>,
     ) -> Option<Met> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let now = self.now();
         let seen = self.index.find(hash, frame, For::Reading, &self.slabs, &guard);
         let met = match self.meet(lane, seen.what, asked, now, &guard) {
@@ -326,6 +343,7 @@ impl Engine {
         }
     }
 
+    #[expect(clippy::too_many_arguments, reason = "they are the parts of an attempt")]
     fn claim_at(
         &self,
         lane: &Lane,
@@ -334,12 +352,12 @@ impl Engine {
         asked: &mut Asked<'_>,
         now: Millis,
         seated: bool,
+        guard: &Guard<'_>,
     ) -> Result<Met, ClaimError> {
-        let guard = reclaim::pin();
-        let mut fresh = Fresh { engine: self, lane, guard: &guard, owned: None, has_room: false };
+        let mut fresh = Fresh { engine: self, lane, guard, owned: None, has_room: false };
         loop {
-            let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, &guard);
-            match self.meet(lane, seen.what, asked, now, &guard) {
+            let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, guard);
+            match self.meet(lane, seen.what, asked, now, guard) {
                 Meeting::Answer(met) => return Ok(met),
                 Meeting::InFlight(cell) if !seated => {
                     return Ok(Met::InFlight(Running::of(cell)));
@@ -380,11 +398,16 @@ impl Engine {
         now: Millis,
     ) -> Result<(), ClaimError> {
         let lane = fresh.lane;
-        if !self.slabs.kill(place, record, fresh.guard) {
-            // Somebody else has, and has given its room back.
-            return fresh.enter(frame, now);
+        match self.slabs.kill(place, record, fresh.guard) {
+            Killed::Now => lane.counters.expired.up(),
+            killed => {
+                if killed == Killed::Copy {
+                    lane.counters.expired.up();
+                }
+                // Somebody else gives its room back.
+                return fresh.enter(frame, now);
+            }
         }
-        lane.counters.expired.up();
         if fresh.has_room {
             self.leave_record(lane, record);
             return Ok(());
@@ -440,7 +463,7 @@ impl Engine {
         what: What<'g>,
         asked: &mut Asked<'_>,
         now: Millis,
-        guard: &'g Guard,
+        guard: &'g Guard<'g>,
     ) -> Meeting<'g> {
         let cell = match what {
             What::Absent => return Meeting::Over(None),
@@ -509,7 +532,7 @@ impl Engine {
     /// What became of a claim that was seen in flight, if it was completed and that is still known:
     /// also if it was forgotten since.
     pub(crate) fn finished(&self, seen: &Running) -> Option<Met> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let now = self.now();
         let word = self.lanes.iter().find_map(|lane| lane.cells.word_of(seen.cell, seen.token))?;
         if word.kind() != Kind::Completed {
@@ -564,7 +587,7 @@ impl Engine {
 struct Fresh<'a> {
     engine: &'a Engine,
     lane: &'a Lane,
-    guard: &'a Guard,
+    guard: &'a Guard<'a>,
     owned: Option<Owned>,
     /// Whether room was taken for it.
     has_room: bool,
@@ -581,6 +604,10 @@ impl Fresh<'_> {
         now: Millis,
         succeeds: bool,
     ) -> Result<(), ClaimError> {
+        // Also here, so that those who are refused keep a drain from nothing.
+        if self.engine.draining.load(Ordering::SeqCst) {
+            return Err(ClaimError::Draining);
+        }
         let entered = self.enter(frame, now);
         if !succeeds {
             entered?;
@@ -593,6 +620,7 @@ impl Fresh<'_> {
             let made = lane.cells.make(hash, frame, fingerprint, now, deadline, due, self.guard);
             self.owned = Some(made);
         }
+        between_seq_cst();
         if self.engine.draining.load(Ordering::SeqCst) {
             return Err(ClaimError::Draining);
         }
@@ -616,6 +644,11 @@ impl Fresh<'_> {
         cell.name_owner(token, now);
         if !engine.index.put(seen, cell, &engine.slabs, self.guard) {
             return None;
+        }
+        if let What::Cell(old) = seen.what
+            && old.word().is_ghost()
+        {
+            record::Cells::retire(old, self.guard);
         }
         self.owned.take().map(|owned| Met::Won(owned, token))
     }

@@ -8,13 +8,13 @@ use crate::{
     identity::{Frame, Identity},
     index::{For, What},
     outcome::Outcome,
-    reclaim::{self, Guard},
+    reclaim::Guard,
     record::{
-        Cell,
+        Cell, Killed, Record,
         word::{Kind, View},
     },
     stats::Stats,
-    sync::{Arc, Ordering},
+    sync::{Arc, Ordering, between_seq_cst},
 };
 
 use super::{
@@ -32,13 +32,13 @@ pub(crate) struct Shown {
 }
 
 impl Engine {
-    fn find<'g>(&'g self, frame: &Frame, guard: &'g Guard) -> What<'g> {
+    fn find<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> What<'g> {
         self.index.find(self.hash(frame), frame, For::Reading, &self.slabs, guard).what
     }
 
     /// The cell of an identity and what it is, or what its record is; `Gone` if a caller would not
     /// see it.
-    fn view<'g>(&'g self, frame: &Frame, guard: &'g Guard) -> (Option<&'g Cell>, View) {
+    fn view<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> (Option<&'g Cell>, View) {
         let now = self.now();
         let (cell, record) = match self.find(frame, guard) {
             What::Absent => return (None, View::Gone),
@@ -64,7 +64,7 @@ impl Engine {
 
     /// When the present owner has won and when its lease ends, if one runs.
     pub(crate) fn running(&self, frame: &Frame) -> Option<(Millis, Millis)> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let What::Cell(cell) = self.find(frame, &guard) else { return None };
         let word = cell.word();
         (word.view(self.now()) == View::InFlight).then(|| (cell.claimed(), word.at()))
@@ -72,12 +72,12 @@ impl Engine {
 
     /// What there is to tell of an identity.
     pub(crate) fn show(&self, frame: &Frame) -> Option<Shown> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         // Judges a lapse, as a caller would.
         let (_, view) = self.view(frame, &guard);
         let now = self.now();
         let retention = Duration::from_millis(self.settings.retention.0);
-        let of_record = |record: &crate::record::Record| {
+        let of_record = |record: &Record| {
             let remaining = record.end().since(now);
             let age = retention.saturating_sub(remaining);
             Shown { view, age, remaining, token: record.token(), waiters: 0 }
@@ -112,7 +112,7 @@ impl Engine {
         frame: &Frame,
         outcome: Option<Outcome>,
     ) -> Result<(), ResolveError> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let lane = self.own_lane();
         let cell = match self.view(frame, &guard) {
             (Some(cell), View::Held) => cell,
@@ -144,12 +144,14 @@ impl Engine {
     /// Forgets an identity. True if a caller could have seen it. A lapsed claim is not busy: it is
     /// as good as held, or anybody's.
     pub(crate) fn forget(&self, frame: &Frame, force: bool) -> Result<bool, Busy> {
-        let guard = reclaim::pin();
+        let _still = self.sweeping.lock();
+        let guard = self.pin();
         let what = self.find(frame, &guard);
         self.forget_what(what, force, &guard)
     }
 
-    fn forget_what(&self, what: What<'_>, force: bool, guard: &Guard) -> Result<bool, Busy> {
+    fn forget_what(&self, what: What<'_>, force: bool, guard: &Guard<'_>) -> Result<bool, Busy> {
+        // `_still` in the callers: the sweep moves no record meanwhile.
         let lane = self.own_lane();
         let now = self.now();
         let (place, record) = match what {
@@ -186,12 +188,13 @@ impl Engine {
             self.expire_record(lane, place, record, guard);
             return Ok(false);
         }
-        let forgotten = self.slabs.kill(place, record, guard);
-        if forgotten {
-            self.leave_record(lane, record);
-            lane.counters.forgotten.up();
+        match self.slabs.kill(place, record, guard) {
+            Killed::Now => self.leave_record(lane, record),
+            Killed::Copy => {}
+            Killed::Before => return Ok(false),
         }
-        Ok(forgotten)
+        lane.counters.forgotten.up();
+        Ok(true)
     }
 
     /// Forgets all identities of an account that are not in flight, and says how many.
@@ -199,8 +202,9 @@ impl Engine {
         let mut forgotten = 0;
         let mut position = Some(0);
         while let Some(at) = position {
-            // One guard for each bucket, so that nothing is held back for long.
-            let guard = reclaim::pin();
+            // For each bucket, so that nothing is held back for long.
+            let _still = self.sweeping.lock();
+            let guard = self.pin();
             position = self.index.walk(at, &self.slabs, &guard, &mut |what| {
                 let frame: &[u8] = match what {
                     What::Absent => return,
@@ -241,17 +245,28 @@ impl Engine {
     /// Takes no new claims from now on.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
+        between_seq_cst();
     }
 
     /// Whether nothing is in flight; if something is, `waker` is called when it has landed.
-    pub(crate) fn is_drained(&self, waker: &Waker) -> bool {
+    /// `number` names the caller to [`Engine::leave_drain`].
+    pub(crate) fn is_drained(&self, number: &mut Option<u64>, waker: &Waker) -> bool {
         // Listed before the counts are read: who lands last either is seen or sees the waker.
         let mut drained = self.drained.lock();
-        if !drained.iter().any(|listed| listed.will_wake(waker)) {
-            drained.push(waker.clone());
-        }
+        let number = *number.get_or_insert_with(|| {
+            drained.last += 1;
+            drained.last
+        });
+        let old = drained.wakers.insert(number, waker.clone());
         drop(drained);
+        drop(old);
         self.in_flight() == 0
+    }
+
+    /// Takes a waker off the list that [`Engine::is_drained`] has put there.
+    pub(crate) fn leave_drain(&self, number: u64) {
+        // Bound to a name so that it is dropped after the lock.
+        let _waker = self.drained.lock().wakers.remove(&number);
     }
 
     pub(crate) fn alarm(&self) -> &Arc<crate::expire::Alarm> {

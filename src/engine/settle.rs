@@ -5,12 +5,12 @@ use crate::{
     error::{Lost, LostCause},
     lane::Lane,
     outcome::Outcome,
-    reclaim::{self, Guard},
+    reclaim::Guard,
     record::{
-        self, Cell, Cells, Finished, Owned, Place, Record,
+        self, Cell, Cells, Finished, Killed, Owned, Place, Record,
         word::{Kind, View, Word},
     },
-    sync::Ordering,
+    sync::{Ordering, between_seq_cst},
     waiters::Gift,
 };
 
@@ -64,7 +64,7 @@ impl Engine {
         cell: &Cell,
         by: By,
         answer: Option<Outcome>,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> Result<Finish, Lost> {
         let now = self.now();
         let mut word = cell.word();
@@ -135,7 +135,7 @@ impl Engine {
     }
 
     /// Rebuilds tables before slabs' numbers come round (invariant 5 of the index).
-    fn renew_tables(&self, guard: &Guard) {
+    fn renew_tables(&self, guard: &Guard<'_>) {
         let number = self.slabs.number();
         if number.saturating_sub(self.renewed.load(Ordering::Relaxed)) >= 1 << 26 {
             self.index.renew(number, &self.slabs, guard);
@@ -151,7 +151,7 @@ impl Engine {
         owned: &Owned,
         answer: Option<Outcome>,
     ) -> Result<(), Lost> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let cell = owned.cell();
         loop {
             let word = cell.word();
@@ -176,7 +176,7 @@ impl Engine {
         &self,
         lane: &Lane,
         cell: &Cell,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> Result<(), LostCause> {
         loop {
             let word = cell.word();
@@ -196,10 +196,16 @@ impl Engine {
         by: By,
         word: Word,
         answer: Option<&Outcome>,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> bool {
         let out = by.leaves_out(word);
-        if cell.swap(word, word.ended().with_out(out)).is_err() {
+        // Left in its slot, if there are few such: the next claim is likely one of the same.
+        let haunts = !out && Cells::may_haunt(cell);
+        let next = if haunts { Word::ghost(self.now()) } else { word.ended().with_out(out) };
+        if cell.swap(word, next).is_err() {
+            if haunts {
+                Cells::haunts_not(cell);
+            }
             return false;
         }
         lane.counters.released.up();
@@ -209,7 +215,12 @@ impl Engine {
                 None => Gift::LookAgain,
             });
         }
-        self.ended(lane, cell, word.kind(), out, guard);
+        if haunts {
+            self.leave(lane, cell);
+            self.landed(lane, word.kind());
+        } else {
+            self.ended(lane, cell, word.kind(), out, guard);
+        }
         true
     }
 
@@ -234,7 +245,7 @@ impl Engine {
 
     /// Shuts an identity because nobody knows whether the work was done. The permit is used up.
     pub(crate) fn hold(&self, lane: &Lane, owned: &Owned) -> Result<(), Lost> {
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let now = self.now();
         let cell = owned.cell();
         loop {
@@ -296,7 +307,7 @@ impl Engine {
         next: impl Fn(Word) -> Word,
     ) -> Result<(), Lost> {
         // Held off: the waiters' list goes by the cell's address.
-        let _guard = reclaim::pin();
+        let _guard = self.pin();
         let cell = owned.cell();
         loop {
             let word = cell.word();
@@ -336,7 +347,7 @@ impl Engine {
         by: By,
         cause: LostCause,
         outcome: Option<Outcome>,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> Lost {
         if by == By::Owner {
             self.let_go(cell, guard);
@@ -345,7 +356,7 @@ impl Engine {
     }
 
     /// The permit is used up, and the claim is not in flight.
-    fn let_go(&self, cell: &Cell, guard: &Guard) {
+    fn let_go(&self, cell: &Cell, guard: &Guard<'_>) {
         let mut word = cell.word();
         while let Err(moved) = cell.swap(word, word.with_out(false)) {
             word = moved;
@@ -359,7 +370,7 @@ impl Engine {
     }
 
     /// Ends a claim whose time is over, from `word`; false if it has moved.
-    pub(super) fn end(&self, lane: &Lane, cell: &Cell, word: Word, guard: &Guard) -> bool {
+    pub(super) fn end(&self, lane: &Lane, cell: &Cell, word: Word, guard: &Guard<'_>) -> bool {
         let out = word.is_out();
         if cell.swap(word, word.ended().with_out(out)).is_err() {
             return false;
@@ -373,7 +384,7 @@ impl Engine {
 
     /// Called by whoever moved a claim from `from` to its end, where `out` tells whether a permit
     /// still has the cell.
-    fn ended(&self, lane: &Lane, cell: &Cell, from: Kind, out: bool, guard: &Guard) {
+    fn ended(&self, lane: &Lane, cell: &Cell, from: Kind, out: bool, guard: &Guard<'_>) {
         self.leave(lane, cell);
         self.landed(lane, from);
         self.index.swing(cell, None, &self.slabs, guard);
@@ -388,9 +399,10 @@ impl Engine {
             return;
         }
         lane.in_flight.fetch_sub(1, Ordering::SeqCst);
+        between_seq_cst();
         if self.draining.load(Ordering::SeqCst) && self.in_flight() == 0 {
-            let wakers = std::mem::take(&mut *self.drained.lock());
-            wakers.into_iter().for_each(std::task::Waker::wake);
+            let wakers = std::mem::take(&mut self.drained.lock().wakers);
+            wakers.into_values().for_each(std::task::Waker::wake);
         }
     }
 
@@ -400,12 +412,14 @@ impl Engine {
         lane: &Lane,
         place: Place,
         record: &Record,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) {
-        if self.slabs.kill(place, record, guard) {
-            self.leave_record(lane, record);
-            lane.counters.expired.up();
+        match self.slabs.kill(place, record, guard) {
+            Killed::Now => self.leave_record(lane, record),
+            Killed::Copy => {}
+            Killed::Before => return,
         }
+        lane.counters.expired.up();
     }
 
     /// Gives the room of a record back. The caller has made it dead.

@@ -4,9 +4,9 @@ use crate::{
     clock::Millis,
     identity::Identity,
     lane::Lane,
-    reclaim::{self, Guard},
+    reclaim::Guard,
     record::{
-        Cell,
+        Cell, Cells,
         word::{Kind, View},
     },
     sync::Ordering,
@@ -34,8 +34,10 @@ pub(crate) struct Step {
 /// What the sweep remembers from one step to the next.
 #[derive(Debug, Default)]
 pub(super) struct Turn {
-    /// Reaped since tables were last looked at for shrinking.
-    reaped: usize,
+    /// What has ended, by the counters, when the sweep last looked.
+    ended: u64,
+    /// What has ended since tables were last looked at for shrinking.
+    gone: u64,
 }
 
 impl Engine {
@@ -43,7 +45,7 @@ impl Engine {
     pub(crate) fn sweep_step(&self) -> Step {
         let mut turn = self.sweeping.lock();
         let now = self.now();
-        let guard = reclaim::pin();
+        let guard = self.pin();
         let own = self.own_lane();
         let mut step = Step::default();
         let mut sooner = |at: Option<Millis>| {
@@ -63,7 +65,7 @@ impl Engine {
         let (next, more) = self.slabs.sweep(now, RECORDS, &guard, |record| {
             keys += 1;
             bytes += record.cost() as u64;
-            self.room.leave_share(Identity::from_frame(record.frame()).account());
+            self.room.leave_share(own.number, Identity::from_frame(record.frame()).account());
         });
         sooner(next);
         step.more |= more;
@@ -79,7 +81,15 @@ impl Engine {
         sooner(leases);
         let due = if step.more { now } else { step.next.unwrap_or(none_before).min(none_before) };
         self.next_due.store(due.0, Ordering::Relaxed);
-        turn.reaped += step.reaped;
+        step.more |= self.slabs.compact(
+            now,
+            &guard,
+            |frame, from, to| self.index.relocate(frame, from, to, &self.slabs, &guard),
+            |record| self.leave_record(own, record),
+        );
+        let ended = self.lanes.iter().map(|lane| lane.counters.ended()).fold(0, u64::wrapping_add);
+        turn.gone += ended.wrapping_sub(turn.ended);
+        turn.ended = ended;
         step
     }
 
@@ -92,19 +102,19 @@ impl Engine {
     /// more.
     pub(crate) fn trim(&self) -> bool {
         let mut turn = self.sweeping.lock();
-        let guard = reclaim::pin();
-        let mut more = self.slabs.clean();
-        if turn.reaped > 1_024 || turn.reaped > 0 && self.room.used().0 == 0 {
+        let mut more = self.domain.collect();
+        more |= self.slabs.clean();
+        if turn.gone > 512 || turn.gone > 0 && self.room.used().0 == 0 {
+            let guard = self.pin();
             let mut moving = false;
             for shard in 0..self.index.shards() {
                 moving |= self.index.trim(shard, &self.slabs, &guard);
             }
             if !moving {
-                turn.reaped = 0;
+                turn.gone = 0;
             }
             more |= moving;
         }
-        guard.flush();
         more
     }
 
@@ -115,13 +125,23 @@ impl Engine {
         cell: &Cell,
         now: Millis,
         reaped: &mut usize,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> Option<Millis> {
         loop {
             let word = cell.word();
             match word.view(now) {
                 View::InFlight | View::Held | View::NotKept => return Some(word.at()),
                 View::Completed => return None,
+                View::Gone if word.is_ghost() => {
+                    let end = word.at().plus(self.settings.tick);
+                    if now < end {
+                        return Some(end);
+                    }
+                    if self.index.swing(cell, None, &self.slabs, guard) {
+                        Cells::retire(cell, guard);
+                    }
+                    return None;
+                }
                 View::Gone if word.kind() == Kind::Ended => return None,
                 View::Lapsed if self.lapse_holds(word) => {
                     // Its end is the next date.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, StatusCode, header, response::Parts};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header, response::Parts};
 use http_body::Body;
 use http_body_util::BodyExt;
 
@@ -71,6 +71,32 @@ where
     }
 }
 
+/// Whether the head says of the body that it has this length, or nothing.
+///
+/// If not, it broke off or is longer than it may be. A server that meets it as a stream notices and
+/// ends the connection; one that is told the length it really has believes it, sends the head as it
+/// is, and the next response begins where the client still expects this one.
+pub(crate) fn is_as_promised(head: &Parts, method: &Method, len: usize) -> bool {
+    // What is said to `HEAD` and with 304 is the length of another response's body.
+    if method == Method::HEAD || head.status == StatusCode::NOT_MODIFIED {
+        return true;
+    }
+    let length = |value: &HeaderValue| value.to_str().ok()?.trim().parse::<usize>().ok();
+    head.headers.get_all(header::CONTENT_LENGTH).iter().all(|value| length(value) == Some(len))
+}
+
+/// Leaves the framing of a body that is here whole to the server, which knows its length: a
+/// `Transfer-Encoding` of the handler would contradict it. The other lines keep their order.
+pub(crate) fn let_frame(headers: &mut HeaderMap) {
+    if headers.contains_key(header::TRANSFER_ENCODING) {
+        let lines = std::mem::take(headers);
+        let lines = lines.iter().filter(|(name, _)| *name != header::TRANSFER_ENCODING);
+        for (name, value) in lines {
+            headers.append(name, value.clone());
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use futures_util::{StreamExt, stream};
@@ -124,6 +150,38 @@ mod tests {
             Captured::Open { prefix, rest: Rest::Broken(_) } => assert_eq!(prefix, "abc"),
             _ => panic!("not broken"),
         }
+    }
+
+    #[test]
+    fn r20_a_body_that_is_not_as_its_head_says_is_known() {
+        let is = |status: u16, lengths: &[&str], method: Method, len: usize| {
+            let mut response = Response::builder().status(status);
+            for length in lengths {
+                response = response.header("content-length", *length);
+            }
+            is_as_promised(&response.body(()).unwrap().into_parts().0, &method, len)
+        };
+        assert!(is(200, &[], Method::POST, 5));
+        assert!(is(200, &["5"], Method::POST, 5));
+        assert!(!is(200, &["9"], Method::POST, 5));
+        assert!(!is(200, &["4"], Method::POST, 5));
+        assert!(!is(200, &["5", "6"], Method::POST, 5));
+        assert!(!is(200, &["no length"], Method::POST, 5));
+        assert!(is(200, &["9"], Method::HEAD, 0));
+        assert!(is(304, &["9"], Method::POST, 0));
+    }
+
+    #[test]
+    fn r20_only_the_framing_is_left_to_the_server() {
+        let mut headers = HeaderMap::new();
+        let lines =
+            [("a", "1"), ("transfer-encoding", "chunked"), ("b", "2"), ("a", "3"), ("c", "4")];
+        for (name, value) in lines {
+            headers.append(name, HeaderValue::from_static(value));
+        }
+        let_frame(&mut headers);
+        let left: Vec<_> = headers.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(left, ["a", "a", "b", "c"]);
     }
 
     #[test]

@@ -7,14 +7,15 @@
 //! 2. Between a won claim and the spawned task there is no await. The work runs in that task; a
 //!    client that leaves drops only the handle (R18).
 //! 3. The task's slot is taken before the claim, so that a claim that was won always has a task.
-//!    A waiter holds no slot; it takes one when the identity becomes its own (R15).
+//!    A waiter holds no slot; it takes one when the identity becomes its own (R15), and so that it
+//!    finds the one of the owner that gave up, a slot is given back before the identity is settled.
 //! 4. Until the inner service is called, nothing has begun: however the task ends, the identity is
 //!    released. From then on it is settled by the response, or held (R11).
 
 use std::{future::poll_fn, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, request::Parts};
+use http::{Method, Request, Response, StatusCode, request::Parts};
 use http_body::Body;
 use tokio::{
     sync::OwnedSemaphorePermit,
@@ -27,7 +28,7 @@ use super::{
     BoxError,
     asked::Asked,
     attempt::{Acted, Attempt, Keep, Release},
-    body::{RequestBody, ResponseBody},
+    body::{RequestBody, ResponseBody, Rest},
     capture::{self, Captured},
     intake::{self, Listed, Received, Refused},
     layer::Config,
@@ -219,7 +220,7 @@ where
     parts.extensions.insert(Attempt { caller, token: permit.token() });
     parts.extensions.insert(Acted);
     let config = Arc::clone(&asked.config);
-    let mut owner = Owner { permit: Some(permit), has_begun: false, config };
+    let mut owner = Owner { permit: Some(permit), slot: Some(slot), has_begun: false, config };
     let listed = asked
         .policy
         .fingerprint
@@ -231,9 +232,10 @@ where
     drop(bytes);
     let request = Request::from_parts(parts, body);
     let policy = Arc::clone(&asked.policy);
+    let method = request.method().clone();
     let config = Arc::clone(&asked.config);
     tokio::spawn(async move {
-        let _until_the_end = (slot, listed);
+        let _until_the_end = listed;
         if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
             // Nothing was done, and Lost means that somebody else has settled it.
             let _ = owner.settle(Permit::release);
@@ -241,7 +243,7 @@ where
         }
         owner.has_begun = true;
         let ended = match inner.call(request).await {
-            Ok(response) => settle(owner, response, &policy).await,
+            Ok(response) => settle(owner, response, &policy, &method).await,
             Err(error) => owner.settle(Permit::release).map(|()| Ended::Failed(error)),
         };
         ended.unwrap_or_else(|lost| {
@@ -256,18 +258,22 @@ where
 struct Owner {
     /// `None` once settled.
     permit: Option<Permit>,
+    /// Given back first (rule 3).
+    slot: Option<OwnedSemaphorePermit>,
     has_begun: bool,
     config: Arc<Config>,
 }
 
 impl Owner {
     fn settle(mut self, verb: impl FnOnce(Permit) -> Result<(), Lost>) -> Result<(), Lost> {
+        self.slot = None;
         self.permit.take().map_or(Ok(()), verb)
     }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
+        self.slot = None;
         if std::thread::panicking() {
             self.config.counters.panics.up();
         }
@@ -285,12 +291,13 @@ async fn settle<R, E>(
     owner: Owner,
     response: Response<R>,
     policy: &Policy,
+    method: &Method,
 ) -> Result<Ended<R, E>, Lost>
 where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
 {
-    let (head, body) = response.into_parts();
+    let (mut head, body) = response.into_parts();
     let is_kept = if head.extensions.get::<Release>().is_some() {
         false
     } else {
@@ -307,6 +314,11 @@ where
         return Ok(Ended::Answered(Response::from_parts(head, ResponseBody::untouched(body))));
     }
     let body = match capture::capture(body, policy.max_response, policy.capture_time).await {
+        Captured::Whole { data, .. } if !capture::is_as_promised(&head, method, data.len()) => {
+            owner.settle(without_answer)?;
+            let error = "the body has another length than its head says";
+            ResponseBody::tail(data, Rest::Broken(error.into()))
+        }
         Captured::Whole { data, trailers } => {
             let kept = data.clone();
             let outcome = reply::keep(policy, status, &head.headers, kept, trailers.as_ref());
@@ -317,6 +329,7 @@ where
                     permit.release_with(outcome)
                 }
             })?;
+            capture::let_frame(&mut head.headers);
             ResponseBody::buffered(data, trailers)
         }
         Captured::Open { prefix, rest } => {

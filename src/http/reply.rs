@@ -62,19 +62,26 @@ pub(crate) fn replay<B>(
     }
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::TRANSFER_ENCODING);
+    // Neither content nor trailers follow such a head (RFC 9110, 15.3.5). An HTTP/2 server would
+    // send what a handler made of them by mistake.
+    let has_no_body = has_no_body(status);
+    let body = if has_no_body { Bytes::new() } else { outcome.bytes().clone() };
+    if has_no_body {
+        trailers.clear();
+    }
     // HTTP/1 sends trailers only behind a chunked body, and names them before it.
     let is_chunked = !trailers.is_empty() && version < Version::HTTP_2;
     if is_chunked {
         for name in trailers.keys() {
             let _ = headers.try_append(header::TRAILER, HeaderValue::from(name.clone()));
         }
-    } else if !has_no_body(status) && method != Method::HEAD {
+    } else if !has_no_body && method != Method::HEAD {
         let _ = headers.try_insert(header::CONTENT_LENGTH, outcome.bytes().len().into());
     }
     let _ = headers.try_insert(policy.replay_header.clone(), HeaderValue::from_static("true"));
 
     let trailers = Some(trailers).filter(|trailers| !trailers.is_empty());
-    let mut response = Response::new(ResponseBody::buffered(outcome.bytes().clone(), trailers));
+    let mut response = Response::new(ResponseBody::buffered(body, trailers));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! hash   63 ...... | shard 6..10 | bucket: `bits` .............. | rest         |
-//!                                | 4 bits | tag: 18 bits ........|
+//!                                | 2 bits | tag: 18 bits ........|
 //! Shard  | root -> Table |
 //! Table  | buckets | next -> Table | cursor | done | overflow |
 //! Bucket | slot | slot | slot | slot | slot | slot | slot | link |    64 bytes, one line
@@ -39,7 +39,7 @@ mod slot;
 mod table;
 
 use crate::{
-    reclaim::{self, Guard},
+    reclaim::Guard,
     record::{Cell, Place, Record, Slabs, word::Kind},
     sync::{AtomicU64, Ordering, Tally},
 };
@@ -131,17 +131,15 @@ impl Index {
     }
 
     /// Asks for the memory that a look-up of `hash` will read first.
-    pub(crate) fn prefetch(&self, hash: u64) {
-        let guard = reclaim::pin();
-        if let Some(table) = self.shard(hash).table(&guard) {
+    pub(crate) fn prefetch(&self, hash: u64, guard: &Guard<'_>) {
+        if let Some(table) = self.shard(hash).table(guard) {
             prefetch(std::ptr::from_ref(table.bucket(hash << self.shard_bits)));
         }
     }
 
     /// Asks for the memory of what a look-up of `hash` will compare.
-    pub(crate) fn prefetch_target(&self, hash: u64, slabs: &Slabs) {
-        let guard = reclaim::pin();
-        let Some(table) = self.shard(hash).table(&guard) else { return };
+    pub(crate) fn prefetch_target(&self, hash: u64, slabs: &Slabs, guard: &Guard<'_>) {
+        let Some(table) = self.shard(hash).table(guard) else { return };
         let tag = Tag::of(hash << self.shard_bits);
         for slot in &table.bucket(hash << self.shard_bits).slots {
             let value = Value(slot.load(Ordering::Acquire));
@@ -152,7 +150,7 @@ impl Index {
                 match value.target() {
                     Target::Cell(bits) => prefetch(std::ptr::without_provenance::<u8>((bits << 4) as usize)),
                     Target::Record(place) => {
-                        if let Some(record) = slabs.at(place, &guard) {
+                        if let Some(record) = slabs.at(place, guard) {
                             let record = std::ptr::from_ref(record);
                             prefetch(record);
                             prefetch(record.wrapping_byte_add(64));
@@ -170,7 +168,7 @@ impl Index {
         frame: &[u8],
         purpose: For,
         slabs: &'g Slabs,
-        guard: &'g Guard,
+        guard: &'g Guard<'g>,
     ) -> Seen<'g> {
         let shard = self.shard(hash);
         let path = hash << self.shard_bits;
@@ -270,7 +268,7 @@ impl Index {
     }
 
     /// Puts a cell where `seen` was. False if that has changed: look again.
-    pub(crate) fn put(&self, seen: &Seen<'_>, cell: &Cell, slabs: &Slabs, guard: &Guard) -> bool {
+    pub(crate) fn put(&self, seen: &Seen<'_>, cell: &Cell, slabs: &Slabs, guard: &Guard<'_>) -> bool {
         let Some(spot) = &seen.spot else { return false };
         let hash = cell.hash();
         let path = hash << self.shard_bits;
@@ -297,14 +295,25 @@ impl Index {
         cell: &Cell,
         to: Option<Place>,
         slabs: &Slabs,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> bool {
         let hash = cell.hash();
+        let tag = Tag::of(hash << self.shard_bits);
+        let new = to.map_or(Value::TOMB, |place| Value::record(tag, place));
+        self.exchange(hash, Value::cell(tag, cell), new, slabs, guard)
+    }
+
+    /// Puts `new` where `wanted` stands, in whatever table that is by now.
+    fn exchange(
+        &self,
+        hash: u64,
+        wanted: Value,
+        new: Value,
+        slabs: &Slabs,
+        guard: &Guard<'_>,
+    ) -> bool {
         let shard = self.shard(hash);
         let path = hash << self.shard_bits;
-        let tag = Tag::of(path);
-        let wanted = Value::cell(tag, cell);
-        let new = to.map_or(Value::TOMB, |place| Value::record(tag, place));
         let Some(mut table) = shard.table(guard) else { return false };
         loop {
             let head = table.bucket(path);
@@ -343,13 +352,28 @@ impl Index {
         }
     }
 
+    /// Puts a record's new place where its old one stands. False if that stands nowhere any more.
+    pub(crate) fn relocate(
+        &self,
+        frame: &[u8],
+        from: Place,
+        to: Place,
+        slabs: &Slabs,
+        guard: &Guard<'_>,
+    ) -> bool {
+        let hash = self.hash(frame);
+        let tag = Tag::of(hash << self.shard_bits);
+        let (old, new) = (Value::record(tag, from), Value::record(tag, to));
+        self.exchange(hash, old, new, slabs, guard)
+    }
+
     /// Calls `look` with what stands in the bucket at `position`, and answers with the position of
     /// the next; `None` at the end. Positions are hashes: they stay right while tables grow.
     pub(crate) fn walk<'g>(
         &'g self,
         position: u64,
         slabs: &'g Slabs,
-        guard: &'g Guard,
+        guard: &'g Guard<'g>,
         look: &mut dyn FnMut(What<'g>),
     ) -> Option<u64> {
         let shard = self.shard(position);
@@ -371,7 +395,7 @@ impl Index {
 
     /// Does a bounded step of giving memory of sparse tables back. `turn` counts the calls. True if
     /// there is more to do.
-    pub(crate) fn trim(&self, turn: usize, slabs: &Slabs, guard: &Guard) -> bool {
+    pub(crate) fn trim(&self, turn: usize, slabs: &Slabs, guard: &Guard<'_>) -> bool {
         let Some(shard) = self.shards.get(turn % self.shards.len()) else { return false };
         let Some(table) = shard.table(guard) else { return false };
         if let Some(next) = table.next(guard) {
@@ -380,7 +404,9 @@ impl Index {
             }
             return true;
         }
-        if table.bits > table::FEWEST && table.live(slabs, guard) * 2 < table::SAMPLE as u64 {
+        let live = table.live(slabs, guard);
+        let sparse = table.bits > table::FEWEST && live * 4 < table::SAMPLE as u64 * 5;
+        if sparse || live == 0 && table.overflows() {
             shard.grow(table, slabs, guard);
             return true;
         }
@@ -393,7 +419,7 @@ impl Index {
 
     /// Rebuilds tables that are too old to tell a slab of this `number` from one long gone
     /// (invariant 5). Once in 2^26 slabs.
-    pub(crate) fn renew(&self, number: u64, slabs: &Slabs, guard: &Guard) {
+    pub(crate) fn renew(&self, number: u64, slabs: &Slabs, guard: &Guard<'_>) {
         for shard in &self.shards {
             while let Some(table) = shard.table(guard) {
                 if number - table.base.min(number) < 1 << 26 {
@@ -412,7 +438,7 @@ fn walk_bucket<'g>(
     table: &'g Table,
     number: usize,
     slabs: &'g Slabs,
-    guard: &'g Guard,
+    guard: &'g Guard<'g>,
     look: &mut dyn FnMut(What<'g>),
 ) {
     let Some(head) = table.buckets.get(number) else { return };
@@ -474,7 +500,7 @@ impl What<'_> {
 }
 
 impl Shard {
-    fn table<'g>(&'g self, _guard: &'g Guard) -> Option<&'g Table> {
+    fn table<'g>(&'g self, _guard: &'g Guard<'_>) -> Option<&'g Table> {
         // Acquire, partner of the CAS that put it there.
         let root = self.root.load(Ordering::Acquire) as usize;
         // SAFETY: a table is freed after `root` has left it and all guards are gone.

@@ -21,7 +21,7 @@
 
 use crate::{
     reclaim::Guard,
-    record::{Cell, Slabs},
+    record::{Cell, Cells, Slabs},
     sync::{AtomicU64, AtomicUsize, Ordering},
 };
 
@@ -35,7 +35,7 @@ use super::{
 const SLOTS: usize = if cfg!(oncekey_loom) { 2 } else { 7 };
 
 /// Bits of the smallest table.
-pub(super) const FEWEST: u32 = if cfg!(oncekey_loom) { 0 } else { 4 };
+pub(super) const FEWEST: u32 = if cfg!(oncekey_loom) { 0 } else { 2 };
 
 /// Bits of the largest table: the tag must hold the bit by which it would be split, and some more
 /// to tell identities apart.
@@ -130,7 +130,7 @@ impl Table {
         &self.buckets[self.number(path)]
     }
 
-    pub(super) fn next<'g>(&'g self, _guard: &'g Guard) -> Option<&'g Self> {
+    pub(super) fn next<'g>(&'g self, _guard: &'g Guard<'_>) -> Option<&'g Self> {
         // Acquire, partner of the CAS in `grow`: the table is whole.
         let next = self.next.load(Ordering::Acquire) as usize;
         // SAFETY: it is freed only after it was the root itself, later than this one.
@@ -153,8 +153,13 @@ impl Table {
         overflow * 16 > self.buckets.len()
     }
 
+    /// Whether there are overflow buckets.
+    pub(super) fn overflows(&self) -> bool {
+        self.overflow.load(Ordering::Relaxed) != 0
+    }
+
     /// How many references in [`SAMPLE`] buckets name something that may still be seen.
-    pub(super) fn live(&self, slabs: &Slabs, guard: &Guard) -> u64 {
+    pub(super) fn live(&self, slabs: &Slabs, guard: &Guard<'_>) -> u64 {
         let step = (self.buckets.len() / SAMPLE).max(1);
         let (mut live, mut looked_at) = (0, 0);
         for head in self.buckets.iter().step_by(step) {
@@ -175,7 +180,7 @@ impl Table {
 }
 
 /// Whether a current value names nothing that may still be seen.
-fn is_dead(value: Value, slabs: &Slabs, guard: &Guard) -> bool {
+fn is_dead(value: Value, slabs: &Slabs, guard: &Guard<'_>) -> bool {
     if value.is_tomb() {
         return true;
     }
@@ -188,7 +193,7 @@ fn is_dead(value: Value, slabs: &Slabs, guard: &Guard) -> bool {
 
 impl Shard {
     /// The table, made by the first claim.
-    pub(super) fn first_table<'g>(&'g self, base: u64, guard: &'g Guard) -> &'g Table {
+    pub(super) fn first_table<'g>(&'g self, base: u64, guard: &'g Guard<'g>) -> &'g Table {
         loop {
             if let Some(table) = self.table(guard) {
                 return table;
@@ -205,7 +210,7 @@ impl Shard {
 
     /// Puts a new table beside `table`, of a size that fits what lives, unless there is one or
     /// `table` is itself still being filled.
-    pub(super) fn grow(&self, table: &Table, slabs: &Slabs, guard: &Guard) {
+    pub(super) fn grow(&self, table: &Table, slabs: &Slabs, guard: &Guard<'_>) {
         let is_root = self.table(guard).is_some_and(|root| std::ptr::eq(root, table));
         if !is_root || table.next(guard).is_some() {
             return;
@@ -217,6 +222,8 @@ impl Shard {
             (table.bits + 1).min(MOST)
         } else if live * 2 < SAMPLE {
             table.bits.saturating_sub(SHRINK).max(FEWEST)
+        } else if live * 4 < SAMPLE * 5 {
+            table.bits.saturating_sub(1).max(FEWEST)
         } else {
             table.bits
         };
@@ -230,7 +237,7 @@ impl Shard {
     }
 
     /// Moves the next two groups, whichever they are.
-    pub(super) fn help_some(&self, table: &Table, next: &Table, slabs: &Slabs, guard: &Guard) {
+    pub(super) fn help_some(&self, table: &Table, next: &Table, slabs: &Slabs, guard: &Guard<'_>) {
         let group = table.bits.saturating_sub(next.bits);
         for _ in 0..if group == 0 { 2 } else { 1 } {
             // Relaxed: it only spreads the work. Past the end it goes round again, for groups that
@@ -248,13 +255,13 @@ impl Shard {
         next: &Table,
         path: u64,
         slabs: &Slabs,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) {
         let group = table.bits.saturating_sub(next.bits);
         self.help_group(table, next, table.number(path) >> group, slabs, guard);
     }
 
-    fn help_group(&self, table: &Table, next: &Table, group: usize, slabs: &Slabs, guard: &Guard) {
+    fn help_group(&self, table: &Table, next: &Table, group: usize, slabs: &Slabs, guard: &Guard<'_>) {
         let shift = table.bits.saturating_sub(next.bits);
         let from = group << shift;
         let Some(heads) = table.buckets.get(from..from + (1 << shift)) else { return };
@@ -287,19 +294,26 @@ impl Shard {
                 // SAFETY: the root has left the table, and nothing else leads to it. It came from a
                 // box.
                 unsafe {
-                    guard.defer(move || {
-                        let old = std::ptr::with_exposed_provenance_mut::<Table>(old as usize);
-                        drop(Box::from_raw(old));
-                    });
+                    guard.defer(drop_table, old, 0);
                 }
-                guard.flush();
             }
         }
     }
 }
 
+/// # Safety
+///
+/// The table came from a box and nobody sees it any more.
+unsafe fn drop_table(table: u64, _: u64) {
+    // SAFETY: see above.
+    let table = unsafe {
+        Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(table as usize))
+    };
+    drop(table);
+}
+
 /// Step 1: freezes a chain.
-fn freeze(head: &Bucket, slabs: &Slabs, guard: &Guard) {
+fn freeze(head: &Bucket, slabs: &Slabs, guard: &Guard<'_>) {
     let mut bucket = head;
     loop {
         for slot in &bucket.slots {
@@ -308,7 +322,12 @@ fn freeze(head: &Bucket, slabs: &Slabs, guard: &Guard) {
                 let dead = !value.is_empty() && is_dead(value, slabs, guard);
                 let frozen = if dead { Value::TOMB } else { value }.frozen();
                 match cas(slot, value, frozen) {
-                    Ok(()) => value = frozen,
+                    Ok(()) => {
+                        if dead {
+                            lay_ghost(value, guard);
+                        }
+                        value = frozen;
+                    }
                     Err(moved) => value = moved,
                 }
             }
@@ -328,6 +347,19 @@ fn freeze(head: &Bucket, slabs: &Slabs, guard: &Guard) {
                     Ordering::Acquire,
                 );
             }
+        }
+    }
+}
+
+/// Gives a ghost back that was taken out of its slot.
+fn lay_ghost(value: Value, guard: &Guard<'_>) {
+    if !value.is_tomb()
+        && let Target::Cell(bits) = value.target()
+    {
+        // SAFETY: it was current a moment ago.
+        let cell = unsafe { Cell::from_bits(bits, guard) };
+        if cell.word().is_ghost() {
+            Cells::retire(cell, guard);
         }
     }
 }

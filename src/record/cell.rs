@@ -1,9 +1,9 @@
-//! Where claims live that are not done: cells, in blocks of 64.
+//! Where claims live that are not done: cells, in blocks of 32.
 //!
 //! ```text
 //! Lane   current --+     blocks (locked): [ block, block, block ]
 //!                  v
-//! Block  | free: 64 bits | retired: 64 bits | due | cell | cell | ... |
+//! Block  | free: 32 bits | retired: 32 bits | due | cell | cell | ... |
 //! Cell   | state | token | claimed | settled | hash, fingerprint, identity |     192 bytes
 //! ```
 //!
@@ -26,17 +26,20 @@ use crate::{
     fingerprint::Fingerprint,
     identity::Frame,
     reclaim::Guard,
-    sync::{Arc, AtomicU64, Mutex, Ordering, UnsafeCell},
+    sync::{Arc, AtomicU64, Mutex, Ordering, Tally, UnsafeCell},
 };
 
 use super::word::{Kind, Word};
 
 /// Cells of a block.
-const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 64 };
+const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 32 };
 const ALL: u64 = u64::MAX >> (64 - CELLS);
 
 /// So many retired cells are given back together, unless the sweep comes first.
-const BATCH: u32 = if cfg!(oncekey_loom) { 1 } else { 32 };
+const BATCH: u32 = if cfg!(oncekey_loom) { 1 } else { 16 };
+
+/// So many cells of a block may be ghosts: a few, because nobody counts them against a limit.
+const GHOSTS: u64 = 4;
 
 /// One claim that is not done. See the drawing at the head of the file.
 #[repr(C, align(64))]
@@ -149,7 +152,7 @@ impl Cell {
     ///
     /// The cell was not retired when a slot named it, and `_guard` was there by then; or its
     /// waiters' list has a waiter and is locked.
-    pub(crate) unsafe fn from_bits<'g>(bits: u64, _guard: &'g Guard) -> &'g Self {
+    pub(crate) unsafe fn from_bits<'g>(bits: u64, _guard: &'g Guard<'_>) -> &'g Self {
         // SAFETY: a cell that was not retired while the guard is there stays what it is.
         unsafe { &*std::ptr::with_exposed_provenance((bits as usize) << 4) }
     }
@@ -201,6 +204,8 @@ struct Block {
     retired: AtomicU64,
     /// Invariant 4, in milliseconds.
     due: AtomicU64,
+    /// Cells that are ghosts.
+    ghosts: Tally,
     cells: [Cell; CELLS],
 }
 
@@ -210,6 +215,7 @@ impl Block {
             free: AtomicU64::new(ALL),
             retired: AtomicU64::new(0),
             due: AtomicU64::new(due.0),
+            ghosts: Tally::new(0),
             cells: std::array::from_fn(|number| Cell::blank(number as u8)),
         })
     }
@@ -262,7 +268,7 @@ impl Cells {
         now: Millis,
         deadline: Millis,
         due: Millis,
-        guard: &Guard,
+        guard: &Guard<'_>,
     ) -> Owned {
         let cell = self.take(due, guard);
         // SAFETY: the cell was free and is taken by this thread (invariant 1).
@@ -276,7 +282,7 @@ impl Cells {
         Owned(std::ptr::NonNull::from(cell))
     }
 
-    fn take<'g>(&'g self, due: Millis, _guard: &'g Guard) -> &'g Cell {
+    fn take<'g>(&'g self, due: Millis, _guard: &'g Guard<'_>) -> &'g Cell {
         loop {
             // Acquire, partner of the stores below: the block is there.
             let current = self.current.load(Ordering::Acquire) as usize;
@@ -321,11 +327,31 @@ impl Cells {
         (cell.token() == token).then_some(word)
     }
 
+    /// Whether one more cell beside this one may be left in its slot; then it counts as such.
+    pub(crate) fn may_haunt(cell: &Cell) -> bool {
+        // SAFETY: a taken cell keeps its block.
+        let block = unsafe { &*cell.block() };
+        let ghosts = block.ghosts.fetch_add(1, Ordering::Relaxed);
+        if ghosts >= GHOSTS {
+            block.ghosts.fetch_sub(1, Ordering::Relaxed);
+        }
+        ghosts < GHOSTS
+    }
+
+    /// It did not come to that.
+    pub(crate) fn haunts_not(cell: &Cell) {
+        // SAFETY: as above.
+        unsafe { &*cell.block() }.ghosts.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Gives a cell back whose word has appointed the caller, and that no slot names (invariant 2).
-    pub(crate) fn retire(cell: &Cell, guard: &Guard) {
+    pub(crate) fn retire(cell: &Cell, guard: &Guard<'_>) {
         // SAFETY: a taken cell keeps its block.
         let block = unsafe { &*cell.block() };
         let bit = 1 << cell.number;
+        if cell.word().is_ghost() {
+            block.ghosts.fetch_sub(1, Ordering::Relaxed);
+        }
         // AcqRel, partner of the swap in `flush`: who flushes has what this thread did.
         let before = block.retired.fetch_or(bit, Ordering::AcqRel);
         if (before | bit).count_ones() >= BATCH {
@@ -350,7 +376,7 @@ impl Cells {
         now: Millis,
         none_before: Millis,
         budget: usize,
-        guard: &Guard,
+        guard: &Guard<'_>,
         mut look: impl FnMut(&Cell) -> Option<Millis>,
     ) -> (Option<Millis>, bool) {
         let blocks: Vec<Arc<Block>> = self.blocks.lock().clone();
@@ -386,7 +412,7 @@ impl Cells {
     }
 
     /// Frees all blocks without a taken cell but one.
-    fn free_blocks(&self, guard: &Guard) {
+    fn free_blocks(&self, guard: &Guard<'_>) {
         let mut freed = Vec::new();
         let mut blocks = self.blocks.lock();
         let mut index = blocks.len();
@@ -403,23 +429,44 @@ impl Cells {
                 freed.push(blocks.swap_remove(index));
             }
         }
-        if blocks.capacity() > 4 * blocks.len() + 16 {
+        if !freed.is_empty() {
             blocks.shrink_to_fit();
         }
         drop(blocks);
         if !freed.is_empty() {
-            // SAFETY: neither `current` nor the list leads to them any more, and they have no cell.
-            unsafe { guard.defer(move || drop(freed)) }
+            for block in freed {
+                let block = Arc::into_raw(block).expose_provenance() as u64;
+                // SAFETY: neither `current` nor the list leads to it any more, and it has no cell.
+                unsafe { guard.defer(drop_block, block, 0) }
+            }
         }
     }
 }
 
 /// Hands the retired cells of a block to the reclaimer.
-fn flush(block: Arc<Block>, guard: &Guard) {
+fn flush(block: Arc<Block>, guard: &Guard<'_>) {
     // AcqRel: takes over what the retiring threads did.
     let cells = block.retired.swap(0, Ordering::AcqRel);
     if cells != 0 {
-        // SAFETY: no slot names these cells (invariant 2). The closure owns the block.
-        unsafe { guard.defer(move || block.give_back(cells)) }
+        let block = Arc::into_raw(block).expose_provenance() as u64;
+        // SAFETY: no slot names these cells (invariant 2). The block is kept by its count.
+        unsafe { guard.defer(give_back, block, cells) }
     }
+}
+
+/// # Safety
+///
+/// `block` is what `Arc::into_raw` gave, and nobody sees `cells` any more.
+unsafe fn give_back(block: u64, cells: u64) {
+    // SAFETY: see above.
+    let block = unsafe { Arc::from_raw(std::ptr::with_exposed_provenance::<Block>(block as usize)) };
+    block.give_back(cells);
+}
+
+/// # Safety
+///
+/// `block` is what `Arc::into_raw` gave.
+unsafe fn drop_block(block: u64, _: u64) {
+    // SAFETY: see above.
+    drop(unsafe { Arc::from_raw(std::ptr::with_exposed_provenance::<Block>(block as usize)) });
 }

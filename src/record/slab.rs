@@ -7,25 +7,29 @@
 //! Slab   | word | number | cap | .. | record | record | record |      free      |
 //!                                   ^ reaped up to here        ^ cursor
 //! word   63 closed | 62..32 records that are not dead | 31..0 cursor / 16
-//! Record | state | end | token | fingerprint | lengths, status | identity | outcome or its address |
-//! state  63..2 length / 16 | 1..0  0 unwritten, 1 written, 2 live, 3 dead
+//! Record | state | end | token | fingerprint | lengths, status | identity | outcome |
+//! state  63..3 length / 16 | 2..0  0 unwritten, 1 written, 2 live, 3 dead, 4 copy
 //! ```
 //!
 //! Ground rules: a record never changes after it was written, but for its state. `written` is a
-//! record whose completion is still to be confirmed; who meets it by way of a completed cell takes
-//! it as live.
+//! record whose completion is still to be confirmed, a `copy` one that takes the place of another
+//! in a slab that is mostly dead; who meets them takes them as live.
 //!
 //! Invariants:
 //!
-//! 1. State moves unwritten -> written -> live -> dead, or written -> dead, by compare-and-swap.
-//!    Who moves a record from live to dead gives its room back; a completion that lost moves its
-//!    own from written to dead and gives nothing back.
+//! 1. State moves unwritten -> written or copy -> live -> dead, or at once to dead, by
+//!    compare-and-swap. Who moves a record from written or live to dead gives its room back; a
+//!    completion that lost moves its own to dead and gives nothing back. The room of a copy is that
+//!    of the one it was made of; who finds that his copy was killed gives it back.
 //! 2. The number of records in `word` is raised by the addition that makes room for one, and
 //!    lowered by who made it dead. Nobody adds to a closed slab. A closed slab without records is
 //!    taken out of the directory by one compare-and-swap: that thread gives the memory back.
 //! 3. A place is dead if the directory has another generation. Numbers go up; a number comes back
 //!    after 2^28, and by then no slot has an old place of it (see `index`).
 //! 4. All slabs of a lane stand in its queue in the order of opening, until they were reaped.
+//! 5. A large outcome is a value in its record: whoever makes the record dead has it dropped when
+//!    nobody reads it any more, which is before the slab's memory goes, because what is deferred
+//!    runs in order.
 
 use std::{alloc::Layout, collections::VecDeque};
 
@@ -36,7 +40,7 @@ use crate::{
     fingerprint::{Fingerprint, Scheme},
     outcome::Outcome,
     reclaim::Guard,
-    sync::{Arc, AtomicU64, Mutex, Ordering, UnsafeCell},
+    sync::{Arc, AtomicU64, Mutex, Ordering, Tally, UnsafeCell},
 };
 
 const GENERATION_BITS: u32 = 12;
@@ -106,6 +110,10 @@ const UNWRITTEN: u64 = 0;
 const WRITTEN: u64 = 1;
 const LIVE: u64 = 2;
 const DEAD: u64 = 3;
+const COPY: u64 = 4;
+
+const KIND_BITS: u32 = 3;
+const KIND: u64 = (1 << KIND_BITS) - 1;
 
 /// A completed claim. See the drawing at the head of the file.
 #[repr(C)]
@@ -136,7 +144,26 @@ const LARGE: u8 = 2;
 // before it publishes its place; then never again. `state` is atomic.
 unsafe impl Sync for Record {}
 
+/// What a call of [`Slabs::kill`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Killed {
+    /// The record is dead by this call: its room is to be given back.
+    Now,
+    /// The same, of a copy: who made it gives the room back.
+    Copy,
+    /// It was dead already.
+    Before,
+}
+
 impl Record {
+    /// Moves the state from what was seen to another kind; else tells what is there.
+    fn move_on(&self, seen: u64, kind: u64) -> Result<(), u64> {
+        // AcqRel, partner of `state`: what led to it is seen.
+        self.state
+            .compare_exchange(seen, seen & !KIND | kind, Ordering::AcqRel, Ordering::Acquire)
+            .map(drop)
+    }
+
     #[cfg(oncekey_loom)]
     fn unwritten() -> Self {
         let body = Body {
@@ -173,15 +200,12 @@ impl Record {
         unsafe { std::slice::from_raw_parts(self.tail().add(from), len) }
     }
 
-    /// The address of a large outcome, unaligned behind the identity.
+    /// Where a large outcome is, behind the identity.
     fn large(&self) -> Option<*mut Outcome> {
         let body = self.body();
-        if body.form != LARGE {
-            return None;
-        }
-        let mut address = [0; 8];
-        address.copy_from_slice(self.bytes(usize::from(body.frame), 8));
-        Some(std::ptr::with_exposed_provenance_mut(u64::from_ne_bytes(address) as usize))
+        let at = usize::from(body.frame).next_multiple_of(align_of::<Outcome>());
+        // SAFETY: `write` has made room for it there.
+        (body.form == LARGE).then(|| unsafe { self.tail().add(at).cast() })
     }
 
     pub(crate) fn frame(&self) -> &[u8] {
@@ -203,7 +227,7 @@ impl Record {
 
     /// Whether the record was forgotten, reaped, or past its end.
     pub(crate) fn is_over(&self, now: Millis) -> bool {
-        self.state() & 3 == DEAD || now >= self.end()
+        self.state() & KIND == DEAD || now >= self.end()
     }
 
     /// Whether there is an outcome.
@@ -215,7 +239,7 @@ impl Record {
     pub(crate) fn outcome(&self) -> Option<Outcome> {
         let body = self.body();
         if let Some(large) = self.large() {
-            // SAFETY: it is dropped by who made the record dead, after all guards that were there
+            // SAFETY: it is dropped for who made the record dead, after all guards that were there
             // are gone; the caller's is one of them.
             return Some(unsafe { &*large }.clone());
         }
@@ -230,7 +254,7 @@ impl Record {
 
     /// As `outcome`, of a record that may be dead: what is left of it.
     pub(crate) fn remains(&self) -> Option<Outcome> {
-        if self.state() & 3 == DEAD && self.large().is_some() {
+        if self.state() & KIND == DEAD && self.large().is_some() {
             return None;
         }
         self.outcome()
@@ -244,7 +268,7 @@ impl Record {
         match self.large().map(|large| unsafe { &*large }) {
             Some(outcome) => own + outcome.size(),
             None if body.form == NOT_KEPT => own,
-            None => own + Outcome::size_of(usize::from(body.head) + usize::from(body.body)),
+            None => own + Outcome::size_of(body.head.into(), body.body.into()),
         }
     }
 
@@ -254,18 +278,21 @@ impl Record {
     }
 
     /// Drops a large outcome later. The caller has made the record dead.
-    fn drop_outcome(&self, guard: &Guard) {
+    fn drop_outcome(&self, guard: &Guard<'_>) {
         if let Some(large) = self.large() {
-            let address = large.expose_provenance();
-            // SAFETY: `write` made it from a box; exactly one thread makes a record dead, and who
-            // still reads it holds a guard.
-            unsafe {
-                guard.defer(move || {
-                    drop(Box::from_raw(std::ptr::with_exposed_provenance_mut::<Outcome>(address)));
-                });
-            }
+            // SAFETY: exactly one thread makes a record dead, and who still reads it holds a guard
+            // (invariant 5).
+            unsafe { guard.defer(drop_outcome, large.expose_provenance() as u64, 0) }
         }
     }
+}
+
+/// # Safety
+///
+/// The address is that of a large outcome that nobody reads any more.
+unsafe fn drop_outcome(address: u64, _: u64) {
+    // SAFETY: see above.
+    unsafe { std::ptr::with_exposed_provenance_mut::<Outcome>(address as usize).drop_in_place() }
 }
 
 fn copy(bytes: &[u8]) -> Bytes {
@@ -292,7 +319,10 @@ impl Finished<'_> {
         let outcome = match self.outcome {
             None => 0,
             Some(outcome) if outcome.len() <= INLINE => outcome.len(),
-            Some(_) => 8,
+            Some(_) => {
+                let frame = self.frame.len();
+                frame.next_multiple_of(align_of::<Outcome>()) - frame + size_of::<Outcome>()
+            }
         };
         length(self.frame.len() + outcome)
     }
@@ -310,6 +340,8 @@ struct Slab {
     opened: Millis,
     /// Up to where all records are dead. Only the sweep writes it.
     reaped: AtomicU64,
+    /// Units of records that were killed before their end.
+    holes: Tally,
     lane: usize,
 }
 
@@ -333,7 +365,7 @@ impl Slab {
         self.word.fetch_or(CLOSED, Ordering::AcqRel);
         if before & CLOSED == 0 && offset < self.cap {
             // The rest is too short: the reaping steps over it as over a dead record.
-            let rest = (self.cap - offset) << 2 | DEAD;
+            let rest = (self.cap - offset) << KIND_BITS | DEAD;
             self.record(offset).state.store(rest, Ordering::Release);
         }
         Err(self.take_away(1))
@@ -372,10 +404,10 @@ struct Lane {
 
 #[derive(Debug)]
 struct Queue {
-    /// Places of slabs, oldest first.
-    slabs: VecDeque<Place>,
-    /// Bytes of the next slab.
-    next: usize,
+    /// Places and lengths of slabs, oldest first.
+    slabs: VecDeque<(Place, usize)>,
+    /// Bytes of them.
+    bytes: usize,
 }
 
 /// Memory of slabs that are gone.
@@ -396,9 +428,10 @@ impl Drop for Spare {
 pub(crate) struct Slabs {
     lanes: Box<[Lane]>,
     directory: Box<[AtomicU64]>,
-    /// The next slab's number. Written under `opening`.
+    /// The next slab's number. Written under `opening`, which holds how many slabs each chunk of
+    /// the directory has.
     number: AtomicU64,
-    opening: Mutex<()>,
+    opening: Mutex<[u16; CHUNKS]>,
     live: AtomicU64,
     spare: Arc<Mutex<Spare>>,
     /// After what time an open slab is closed though it is not full.
@@ -409,16 +442,16 @@ impl Slabs {
     pub(crate) fn new(lanes: usize, retention: Millis, tick: Millis) -> Self {
         let lane = || Lane {
             open: AtomicU64::new(0),
-            queue: Mutex::new(Queue { slabs: VecDeque::new(), next: SMALLEST }),
+            queue: Mutex::new(Queue { slabs: VecDeque::new(), bytes: 0 }),
         };
         Self {
             lanes: (0..lanes).map(|_| lane()).collect(),
             directory: (0..CHUNKS).map(|_| AtomicU64::new(0)).collect(),
             number: AtomicU64::new(0),
-            opening: Mutex::new(()),
+            opening: Mutex::new([0; CHUNKS]),
             live: AtomicU64::new(0),
             spare: Arc::default(),
-            patience: Millis(retention.0 / 16).max(tick),
+            patience: Millis(retention.0 / 64).max(tick),
         }
     }
 
@@ -434,23 +467,24 @@ impl Slabs {
         if chunk == 0 {
             return None;
         }
-        // SAFETY: a chunk of the directory stays until the store is gone.
+        // SAFETY: a chunk is freed after it has left the directory and all guards are gone. The
+        // callers have one, or hold `opening`.
         let chunk = unsafe { &*std::ptr::with_exposed_provenance::<Chunk>(chunk) };
         chunk.get(index % CHUNK)
     }
 
     /// The record at `place`; `None` if its slab is gone (invariant 3).
-    pub(crate) fn at<'g>(&'g self, place: Place, guard: &'g Guard) -> Option<&'g Record> {
+    pub(crate) fn at<'g>(&'g self, place: Place, guard: &'g Guard<'g>) -> Option<&'g Record> {
         let slab = self.slab(place, guard)?;
         Some(slab.record((place.offset() / UNIT) as u64))
     }
 
     /// Whether the slab of `place` is gone (invariant 3).
-    pub(crate) fn is_gone(&self, place: Place, guard: &Guard) -> bool {
+    pub(crate) fn is_gone(&self, place: Place, guard: &Guard<'_>) -> bool {
         self.slab(place, guard).is_none()
     }
 
-    fn slab<'g>(&'g self, place: Place, _guard: &'g Guard) -> Option<&'g Slab> {
+    fn slab<'g>(&'g self, place: Place, _guard: &'g Guard<'g>) -> Option<&'g Slab> {
         // Acquire, partner of the Release in `open`: the slab is whole.
         let entry = self.entry(place.index())?.load(Ordering::Acquire);
         let address = (entry >> GENERATION_BITS) as usize * UNIT;
@@ -467,7 +501,18 @@ impl Slabs {
         lane: usize,
         finished: &Finished<'_>,
         now: Millis,
-        guard: &'g Guard,
+        guard: &'g Guard<'g>,
+    ) -> Option<(Place, &'g Record)> {
+        self.write_as(WRITTEN, lane, finished, now, guard)
+    }
+
+    fn write_as<'g>(
+        &'g self,
+        kind: u64,
+        lane: usize,
+        finished: &Finished<'_>,
+        now: Millis,
+        guard: &'g Guard<'g>,
     ) -> Option<(Place, &'g Record)> {
         let bytes = finished.bytes();
         let units = if cfg!(oncekey_loom) { MODEL_UNITS } else { bytes / UNIT } as u64;
@@ -522,8 +567,9 @@ impl Slabs {
                 append(outcome.head());
                 append(outcome.bytes());
             } else if let Some(outcome) = finished.outcome {
-                let large = Box::into_raw(Box::new(outcome.clone())).expose_provenance();
-                append(&(large as u64).to_ne_bytes());
+                let at = finished.frame.len().next_multiple_of(align_of::<Outcome>());
+                // SAFETY: as above; the tail of a record is aligned to as much.
+                unsafe { record.tail().add(at).cast::<Outcome>().write(outcome.clone()) }
             }
             let status = finished.outcome.map_or(0, Outcome::status);
             let Finished { token, end, .. } = *finished;
@@ -532,55 +578,44 @@ impl Slabs {
             unsafe { *body = Body { end, token, scheme, digest, head, body: len, frame, status, form } };
         });
         // Release, partner of `state`: the sweep finds records without an index.
-        record.state.store(units << 2 | WRITTEN, Ordering::Release);
+        record.state.store(units << KIND_BITS | kind, Ordering::Release);
         Some((Place::new(slab.number, offset), record))
     }
 
-    /// The completion has won: the record is live.
-    pub(crate) fn confirm(&self, record: &Record) {
-        let units = record.state() & !3;
-        // Failure: it was forgotten meanwhile, by who has met it.
-        let _ = record.state.compare_exchange(
-            units | WRITTEN,
-            units | LIVE,
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
+    /// The completion has won, or the copy has taken the place: the record is live. False if it was
+    /// killed meanwhile, by who has met it.
+    pub(crate) fn confirm(&self, record: &Record) -> bool {
+        let state = record.state();
+        state & KIND != DEAD && record.move_on(state, LIVE).is_ok()
     }
 
     /// The completion has lost: the record never was.
-    pub(crate) fn withdraw(&self, place: Place, record: &Record, guard: &Guard) {
-        let units = record.state() & !3;
-        record.state.store(units | DEAD, Ordering::Release);
-        record.drop_outcome(guard);
-        self.one_less(place, record, guard);
+    pub(crate) fn withdraw(&self, place: Place, record: &Record, guard: &Guard<'_>) {
+        // Nobody counts on its room. Somebody may have killed it, if it is a copy.
+        let _ = self.kill(place, record, guard);
     }
 
-    /// Makes a record dead. True for the one thread that did; it gives the record's room back.
-    pub(crate) fn kill(&self, place: Place, record: &Record, guard: &Guard) -> bool {
+    /// Makes a record dead; says so to the one thread that did.
+    pub(crate) fn kill(&self, place: Place, record: &Record, guard: &Guard<'_>) -> Killed {
         let mut state = record.state();
         loop {
-            if state & 3 == DEAD {
-                return false;
+            if state & KIND == DEAD {
+                return Killed::Before;
             }
-            match record.state.compare_exchange(
-                state,
-                state | DEAD,
-                Ordering::AcqRel,
-                Ordering::Acquire,
-            ) {
-                Ok(_) => break,
+            match record.move_on(state, DEAD) {
+                Ok(()) => break,
                 Err(moved) => state = moved,
             }
         }
         record.drop_outcome(guard);
         self.one_less(place, record, guard);
-        true
+        if state & KIND == COPY { Killed::Copy } else { Killed::Now }
     }
 
-    fn one_less(&self, place: Place, record: &Record, guard: &Guard) {
+    fn one_less(&self, place: Place, record: &Record, guard: &Guard<'_>) {
         // SAFETY: the record is in the slab's count, so the slab is there; then the guard keeps it.
         let slab = unsafe { &*record.slab(place) };
+        slab.holes.fetch_add(record.state() >> KIND_BITS, Ordering::Relaxed);
         let emptied = slab.take_away(1);
         self.bury(slab, emptied, guard);
     }
@@ -591,10 +626,10 @@ impl Slabs {
         if lane.open.load(Ordering::Acquire) != 0 {
             return Some(());
         }
-        let len = queue.next;
-        queue.next = (len * 2).min(LARGEST);
+        // A sixteenth of what the lane has, so that what is empty in the last one does not matter.
+        let len = (queue.bytes / 16).next_multiple_of(SMALLEST).clamp(SMALLEST, LARGEST);
         let address = self.memory(len);
-        let _opening = self.opening.lock();
+        let mut opening = self.opening.lock();
         let from = self.number.load(Ordering::Relaxed);
         let mut number = from;
         let entry = loop {
@@ -609,6 +644,7 @@ impl Slabs {
             }
             number += 1;
         };
+        opening[number as usize % (1 << 16) / CHUNK % CHUNKS] += 1;
         self.number.store(number + 1, Ordering::Release);
         let first = ((address as usize + HEAD).next_multiple_of(LINE) - address as usize) / UNIT;
         let end = if cfg!(oncekey_loom) { first + MODEL_RECORDS * MODEL_UNITS } else { len / UNIT };
@@ -620,6 +656,7 @@ impl Slabs {
             cap: end as u64,
             opened: now,
             reaped: AtomicU64::new(first as u64),
+            holes: Tally::new(0),
             lane: self.lanes.iter().position(|it| std::ptr::eq(it, lane)).unwrap_or(0),
         };
         // SAFETY: fresh memory of `len` bytes, aligned to a unit.
@@ -634,7 +671,8 @@ impl Slabs {
         }
         // Release, partner of `slab`: who finds it finds it whole.
         entry.store(entry_of(address, number), Ordering::Release);
-        queue.slabs.push_back(Place::new(number, 0));
+        queue.slabs.push_back((Place::new(number, 0), len));
+        queue.bytes += len;
         self.live.fetch_add(1, Ordering::Relaxed);
         // Release, partner of `write`.
         lane.open.store(address, Ordering::Release);
@@ -669,7 +707,7 @@ impl Slabs {
     }
 
     /// Takes a slab without records out of the directory and gives its memory back (invariant 2).
-    fn bury(&self, slab: &Slab, emptied: Emptied, guard: &Guard) {
+    fn bury(&self, slab: &Slab, emptied: Emptied, guard: &Guard<'_>) {
         if !emptied.0 {
             return;
         }
@@ -686,11 +724,19 @@ impl Slabs {
                 lane.open.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Acquire);
         }
         self.live.fetch_sub(1, Ordering::Relaxed);
-        let spare = Arc::clone(&self.spare);
-        let len = slab.len;
-        // SAFETY: neither the directory nor a lane leads to the slab.
-        unsafe { guard.defer(move || spare.lock().dirty.push((address, len))) }
-        guard.flush();
+        let spare = Arc::as_ptr(&self.spare).expose_provenance() as u64;
+        // SAFETY: neither the directory nor a lane leads to the slab. The list of spare memory lives
+        // as long as the store, which frees first what is deferred.
+        unsafe { guard.defer(keep_spare, address, spare) }
+        let mut opening = self.opening.lock();
+        let chunk = slab.number as usize % (1 << 16) / CHUNK % CHUNKS;
+        opening[chunk] -= 1;
+        if opening[chunk] == 0 {
+            // AcqRel: nobody finds the chunk any more.
+            let empty = self.directory[chunk].swap(0, Ordering::AcqRel);
+            // SAFETY: `entry_made` has made it from a box, and the directory has left it.
+            unsafe { guard.defer(drop_chunk, empty, 0) }
+        }
     }
 
     /// Closes slabs that are open for too long and makes records dead whose end has come, at most
@@ -701,7 +747,7 @@ impl Slabs {
         &self,
         now: Millis,
         budget: usize,
-        guard: &Guard,
+        guard: &Guard<'_>,
         mut reaped: impl FnMut(&Record),
     ) -> (Option<Millis>, bool) {
         let mut next: Option<Millis> = None;
@@ -711,9 +757,11 @@ impl Slabs {
             let mut turn = 0;
             loop {
                 let place = lane.queue.lock().slabs.get(turn).copied();
-                let Some(place) = place else { break };
+                let Some((place, len)) = place else { break };
                 let Some(slab) = self.slab(place, guard) else {
-                    lane.queue.lock().slabs.remove(turn);
+                    let mut queue = lane.queue.lock();
+                    queue.slabs.remove(turn);
+                    queue.bytes -= len;
                     continue;
                 };
                 let (dead, stop) = reap_slab(slab, now, &mut left, guard, &mut reaped);
@@ -721,12 +769,6 @@ impl Slabs {
                 let word = slab.word.load(Ordering::Acquire);
                 let old = now.0 >= slab.opened.plus(self.patience).0;
                 if word & CLOSED == 0 && (word < ONE || old) {
-                    let used = (word & (ONE - 1)) as usize * UNIT;
-                    if old && !cfg!(oncekey_loom) {
-                        // The next one as large as what such a time needs.
-                        let next = used.next_power_of_two().clamp(SMALLEST, LARGEST);
-                        lane.queue.lock().next = next;
-                    }
                     emptied = slab.close();
                 }
                 self.bury(slab, emptied, guard);
@@ -745,11 +787,84 @@ impl Slabs {
                 }
             }
             let mut queue = lane.queue.lock();
-            if queue.slabs.capacity() > 4 * queue.slabs.len() + 16 {
+            if queue.slabs.is_empty() || queue.slabs.capacity() > 4 * queue.slabs.len() + 16 {
                 queue.slabs.shrink_to_fit();
             }
         }
         (next, false)
+    }
+
+    /// Moves what lives out of one closed slab of which more than half was killed before its time,
+    /// so that it can go. Only one thread at a time. True if there was one. `swing` puts a place
+    /// where another one stands in the index, or says that it does not stand there; `lost` is told
+    /// of each record that was killed while it moved.
+    pub(crate) fn compact<'g>(
+        &'g self,
+        now: Millis,
+        guard: &'g Guard<'g>,
+        swing: impl Fn(&[u8], Place, Place) -> bool,
+        mut lost: impl FnMut(&Record),
+    ) -> bool {
+        for (number, lane) in self.lanes.iter().enumerate() {
+            let sparse = |(place, _): &(Place, usize)| {
+                let slab = self.slab(*place, guard)?;
+                let holes = slab.holes.load(Ordering::Relaxed);
+                let closed = slab.word.load(Ordering::Acquire) & CLOSED != 0;
+                (closed && holes * 2 > slab.cap).then_some(slab)
+            };
+            let found = lane.queue.lock().slabs.iter().find_map(sparse);
+            let Some(slab) = found else { continue };
+            // Whatever comes of it, once is enough.
+            slab.holes.store(0, Ordering::Relaxed);
+            let mut offset = slab.reaped.load(Ordering::Relaxed);
+            while offset < (slab.word.load(Ordering::Acquire) & (ONE - 1)).min(slab.cap) {
+                let old = slab.record(offset);
+                let state = old.state();
+                if state == UNWRITTEN {
+                    break;
+                }
+                if state & KIND == LIVE && now < old.end() {
+                    let from = Place::new(slab.number, offset);
+                    self.relocate(number, (from, old), now, guard, &swing, &mut lost);
+                }
+                offset += state >> KIND_BITS;
+            }
+            return true;
+        }
+        false
+    }
+
+    fn relocate<'g>(
+        &'g self,
+        lane: usize,
+        (from, old): (Place, &Record),
+        now: Millis,
+        guard: &'g Guard<'g>,
+        swing: &impl Fn(&[u8], Place, Place) -> bool,
+        lost: &mut impl FnMut(&Record),
+    ) {
+        let outcome = old.remains();
+        if outcome.is_some() != old.is_kept() {
+            return;
+        }
+        let finished = Finished {
+            frame: old.frame(),
+            fingerprint: &old.fingerprint(),
+            token: old.token(),
+            end: old.end(),
+            outcome: outcome.as_ref(),
+        };
+        let Some((to, new)) = self.write_as(COPY, lane, &finished, now, guard) else { return };
+        if !swing(old.frame(), from, to) {
+            self.withdraw(to, new, guard);
+            return;
+        }
+        // From here on the copy is what others find. Who has found the old one before may kill it.
+        match self.kill(from, old, guard) {
+            Killed::Now if self.confirm(new) => {}
+            Killed::Now => lost(new),
+            Killed::Copy | Killed::Before => self.withdraw(to, new, guard),
+        }
     }
 
     /// Zeroes memory of slabs for the next, keeps as much as a sixteenth of what is in use, and
@@ -764,7 +879,12 @@ impl Slabs {
             }
             return true;
         }
-        let Some((address, len)) = spare.dirty.pop() else { return false };
+        let Some((address, len)) = spare.dirty.pop() else {
+            if spare.clean.is_empty() {
+                *spare = Spare::default();
+            }
+            return false;
+        };
         let keep = spare.clean.len() < wanted && len == LARGEST;
         drop(spare);
         if keep && !cfg!(oncekey_loom) {
@@ -776,6 +896,26 @@ impl Slabs {
         }
         true
     }
+}
+
+/// # Safety
+///
+/// `slab` is a slab that nobody sees any more, `spare` the list of its store.
+unsafe fn keep_spare(slab: u64, spare: u64) {
+    // SAFETY: see above.
+    let (len, spare) = unsafe {
+        let memory = std::ptr::with_exposed_provenance::<Slab>(slab as usize);
+        ((*memory).len, &*std::ptr::with_exposed_provenance::<Mutex<Spare>>(spare as usize))
+    };
+    spare.lock().dirty.push((slab, len));
+}
+
+/// # Safety
+///
+/// The address is that of a chunk that came from a box and that nobody sees any more.
+unsafe fn drop_chunk(chunk: u64, _: u64) {
+    // SAFETY: see above.
+    drop(unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Chunk>(chunk as usize)) });
 }
 
 /// What stands in the directory for a slab.
@@ -801,7 +941,7 @@ fn reap_slab(
     slab: &Slab,
     now: Millis,
     left: &mut usize,
-    guard: &Guard,
+    guard: &Guard<'_>,
     reaped: &mut impl FnMut(&Record),
 ) -> (u64, Stop) {
     let mut dead = 0;
@@ -813,8 +953,8 @@ fn reap_slab(
         }
         let record = slab.record(offset);
         let state = record.state();
-        match state & 3 {
-            UNWRITTEN | WRITTEN => break Stop::Unwritten,
+        match state & KIND {
+            UNWRITTEN | WRITTEN | COPY => break Stop::Unwritten,
             LIVE => {
                 if now < record.end() {
                     break Stop::End(record.end());
@@ -823,12 +963,7 @@ fn reap_slab(
                     break Stop::Budget;
                 }
                 *left -= 1;
-                let end = record.state.compare_exchange(
-                    state,
-                    state | DEAD,
-                    Ordering::AcqRel,
-                    Ordering::Acquire,
-                );
+                let end = record.move_on(state, DEAD);
                 // Failure: forgotten this very moment, by who gives its room back.
                 if end.is_ok() {
                     reaped(record);
@@ -838,7 +973,7 @@ fn reap_slab(
             }
             _ => {}
         }
-        offset += state >> 2;
+        offset += state >> KIND_BITS;
     };
     slab.reaped.store(offset, Ordering::Relaxed);
     (dead, stop)
@@ -855,8 +990,9 @@ fn release(address: u64, len: usize) {
 impl Drop for Slabs {
     fn drop(&mut self) {
         for lane in &self.lanes {
-            for place in std::mem::take(&mut lane.queue.lock().slabs) {
-                let guard = crate::reclaim::pin();
+            for (place, _) in std::mem::take(&mut lane.queue.lock().slabs) {
+                let domain = crate::reclaim::Domain::new(1);
+                let guard = domain.pin(0);
                 let Some(slab) = self.slab(place, &guard) else { continue };
                 let mut offset = slab.first;
                 while offset < (slab.word.load(Ordering::Acquire) & (ONE - 1)).min(slab.cap) {
@@ -865,10 +1001,10 @@ impl Drop for Slabs {
                     if state == UNWRITTEN {
                         break;
                     }
-                    if state & 3 != DEAD {
+                    if state & KIND != DEAD {
                         record.drop_outcome(&guard);
                     }
-                    offset += state >> 2;
+                    offset += state >> KIND_BITS;
                 }
                 let (address, len) = (std::ptr::from_ref(slab).addr() as u64, slab.len);
                 self.spare.lock().dirty.push((address, len));

@@ -23,7 +23,8 @@
 //!
 //! `out` is set while a permit holds the cell. The compare-and-swap that makes a word final without
 //! it, or that clears it in a final word, appoints its thread to give the cell back: one word, so
-//! exactly one thread.
+//! exactly one thread. A released claim may be left in its slot as a ghost instead, so that retries
+//! use one slot again and again; then the compare-and-swap that takes it out of the slot appoints.
 
 use crate::clock::Millis;
 
@@ -72,6 +73,9 @@ const AT_SHIFT: u32 = KIND_BITS + 2;
 /// In flight, and the lease needs no renewal.
 const ATTENDED: u64 = 5;
 
+/// Released, and left in its slot for the next claim: who takes it out of the slot retires it.
+const GHOST: u64 = 6;
+
 const _: () = assert!(Millis::MAX.0 << AT_SHIFT >> AT_SHIFT == Millis::MAX.0);
 const _: () = assert!(super::Place::BITS + AT_SHIFT <= u64::BITS);
 
@@ -87,6 +91,11 @@ impl Word {
     /// Completed: the record lies at `place`.
     pub(crate) fn completed(place: super::Place) -> Self {
         Self(place.bits() << AT_SHIFT | Kind::Completed as u64)
+    }
+
+    /// Released at that time, and left in its slot.
+    pub(crate) fn ghost(at: Millis) -> Self {
+        Self(at.min(Millis::MAX).0 << AT_SHIFT | GHOST)
     }
 
     pub(crate) fn from_bits(bits: u64) -> Self {
@@ -129,6 +138,11 @@ impl Word {
     /// Whether the lease needs no renewal while the permit lives; its lapse always holds (R8).
     pub(crate) fn is_attended(self) -> bool {
         self.0 & KIND == ATTENDED
+    }
+
+    /// Whether the cell is left in its slot for the next claim.
+    pub(crate) fn is_ghost(self) -> bool {
+        self.0 & KIND == GHOST
     }
 
     /// Whether the word never changes again, but for `out`.

@@ -112,6 +112,17 @@ struct Shard {
     next: u64,
 }
 
+impl Shard {
+    /// Takes a list out; the last one takes the memory with it (R26).
+    fn remove(&mut self, cell: u64) -> Option<List> {
+        let list = self.lists.remove(&cell);
+        if self.lists.is_empty() {
+            self.lists = HashMap::default();
+        }
+        list
+    }
+}
+
 /// All waiters of a store.
 #[derive(Debug)]
 pub(crate) struct Waiters {
@@ -174,7 +185,7 @@ impl Waiters {
             && list.seats.remove(&ticket.number).is_some()
         {
             if list.seats.is_empty() {
-                shard.lists.remove(&ticket.cell);
+                shard.remove(ticket.cell);
             }
             self.exit(1);
             return None;
@@ -186,7 +197,7 @@ impl Waiters {
     /// Wakes all waiters of `cell` with what `gift` makes for each. The caller has moved the cell
     /// on and still holds its guard.
     pub(crate) fn wake_all(&self, cell: &Cell, gift: impl Fn() -> Gift) {
-        let list = self.shard(cell.bits()).lock().lists.remove(&cell.bits());
+        let list = self.shard(cell.bits()).lock().remove(cell.bits());
         if let Some(list) = list {
             self.wake(list, gift);
         }
@@ -215,7 +226,7 @@ impl Waiters {
         let Some((owned, token)) = hand_over() else { return false };
         let seat = heir.remove();
         if list.seats.is_empty() {
-            shard.lists.remove(&cell.bits());
+            shard.remove(cell.bits());
         }
         self.exit(1);
         // The gift is laid down under the lock: an heir that leaves now finds it.
@@ -247,7 +258,7 @@ impl Waiters {
                 let cell = Cell::waited_for(key, &shard);
                 let at = deadline(cell).filter(|at| *at > now);
                 match at {
-                    None => lapsed.extend(shard.lists.remove(&key)),
+                    None => lapsed.extend(shard.remove(key)),
                     Some(at) => next = Some(next.map_or(at, |next| next.min(at))),
                 }
             }

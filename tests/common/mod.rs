@@ -20,8 +20,8 @@ use std::{
 };
 
 use oncekey::{
-    Claim, ClaimError, Fingerprint, Identity, ManualClock, Outcome, Pending, Permit, Settled,
-    Store, StoreBuilder, Sweep, Wait,
+    Claim, ClaimError, Fingerprint, Identity, ManualClock, Outcome, Pending, Permit, Scheme,
+    Settled, Store, StoreBuilder, Sweep, Wait,
 };
 
 pub const MS: Duration = Duration::from_millis(1);
@@ -84,6 +84,12 @@ pub fn id(key: &str) -> Identity<'_> {
 
 pub fn fp(body: &str) -> Fingerprint {
     Fingerprint::request("POST", "/charges", body.as_bytes())
+}
+
+/// Some fingerprint, always the same, for tests with very many claims: a hash costs more than all
+/// the rest of a claim.
+pub fn same() -> Fingerprint {
+    Fingerprint::from_parts(Scheme::REQUEST_1, [7; 32])
 }
 
 pub fn outcome(body: &str) -> Outcome {

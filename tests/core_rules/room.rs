@@ -87,7 +87,8 @@ fn r25_a_claim_reserves_room_for_its_outcome() {
     let reserved = store.stats().bytes;
     // Each finds the room that was promised, though the store is full.
     for permit in permits {
-        let promised = Outcome::new(200).body(vec![7; (4 << 10) - Outcome::new(200).size()]);
+        let beside = Outcome::new(200).body("1").size() - 1;
+        let promised = Outcome::new(200).body(vec![7; (4 << 10) - beside]);
         assert_eq!(promised.size(), 4 << 10);
         assert!(permit.complete(promised).unwrap().kept);
     }

@@ -1,0 +1,131 @@
+//! How long single operations take.
+//!
+//! Each operation is timed by itself, which costs two readings of the clock; so these passes say
+//! nothing about cpu, and the passes that measure cpu time nothing. The time in which a thread had
+//! no core is subtracted, because it says more about the machine than about a store. Waiting for
+//! another thread's lock is not: that is the store's doing.
+
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+
+use crate::{
+    meter::Preemption,
+    sample::{Metric, Sample},
+};
+
+/// Shorter operations are not asked whether they were interrupted: a thread that loses its core
+/// loses it for longer.
+const SLOW: Duration = Duration::from_micros(20);
+
+/// How many operations there are between two looks at most.
+const CHUNK: u32 = 256;
+
+/// The times of one thread's operations.
+pub(crate) struct Stopwatch {
+    preemption: Preemption,
+    until_look: u32,
+}
+
+/// The times of one kind of operation.
+pub(crate) struct Times {
+    histogram: Histogram<u64>,
+    longest: Duration,
+    preempted: u64,
+}
+
+impl Stopwatch {
+    /// For the calling thread.
+    pub(crate) fn new() -> Self {
+        Self { preemption: Preemption::of_this_thread(), until_look: CHUNK }
+    }
+
+    /// To be called between two operations.
+    pub(crate) fn between(&mut self) {
+        self.until_look -= 1;
+        if self.until_look == 0 {
+            self.preemption.look();
+            self.until_look = CHUNK;
+        }
+    }
+
+    /// Takes down an operation that has lasted from `start` until `end`.
+    pub(crate) fn note(&mut self, times: &mut Times, start: Instant, end: Instant) {
+        let mut lasted = end - start;
+        if lasted < SLOW {
+            times.record(lasted);
+            times.longest = times.longest.max(lasted);
+            return;
+        }
+        // Since the last look, which may be a few operations ago: they would have been slow, had
+        // they been interrupted, and looked.
+        let interruption = self.preemption.look();
+        self.until_look = CHUNK;
+        times.preempted += u64::from(interruption.preempted);
+        if let Some(waited) = interruption.waited {
+            lasted = lasted.saturating_sub(waited);
+        }
+        times.record(lasted);
+        // How long it would have lasted is not known then.
+        if !(interruption.preempted && interruption.waited.is_none()) {
+            times.longest = times.longest.max(lasted);
+        }
+    }
+}
+
+impl Times {
+    pub(crate) fn new() -> Self {
+        // Up to 100 s, to within 1 %.
+        let histogram = Histogram::new_with_bounds(1, 100_000_000_000, 2).expect("valid bounds");
+        Self { histogram, longest: Duration::ZERO, preempted: 0 }
+    }
+
+    fn record(&mut self, lasted: Duration) {
+        self.histogram.saturating_record(lasted.as_nanos() as u64);
+    }
+
+    pub(crate) fn add(&mut self, others: &Self) {
+        self.histogram.add(&others.histogram).expect("the same bounds");
+        self.longest = self.longest.max(others.longest);
+        self.preempted += others.preempted;
+    }
+
+    pub(crate) fn all<'a>(each: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut all = Self::new();
+        each.into_iter().for_each(|times| all.add(times));
+        all
+    }
+
+    pub(crate) fn samples(&self, work: &str, threads: usize) -> Vec<Sample> {
+        let quantile = |metric, quantile| {
+            let value = self.histogram.value_at_quantile(quantile) as f64;
+            Sample::new(work, threads, metric, value)
+        };
+        vec![
+            quantile(Metric::P50, 0.5),
+            quantile(Metric::P99, 0.99),
+            quantile(Metric::P999, 0.999),
+            quantile(Metric::P9999, 0.9999),
+            Sample::new(work, threads, Metric::MaxNs, self.longest.as_nanos() as f64),
+            Sample::new(work, threads, Metric::Preempted, self.preempted as f64),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_is_kept_to_the_nanosecond_and_quantiles_within_a_percent() {
+        let (mut watch, mut times) = (Stopwatch::new(), Times::new());
+        let start = Instant::now();
+        for micros in 1..=1_000 {
+            watch.between();
+            watch.note(&mut times, start, start + Duration::from_nanos(micros));
+        }
+        assert_eq!(times.longest, Duration::from_nanos(1_000));
+        let samples = Times::all([&times]).samples("w", 1);
+        assert!((490.0..=510.0).contains(&samples[0].value), "{samples:?}");
+    }
+}
