@@ -275,7 +275,7 @@ impl Shares {
     }
 }
 
-#[cfg(all(test, not(oncekey_loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -16,11 +16,10 @@ use std::{
 
 use crate::{
     clock::{Clock, SystemClock},
-    engine::{Answer, Asked, Met, Running},
+    engine::{Answer, Asked, Hold, Met, Running},
     error::ClaimError,
     fingerprint::{Fingerprint, Scheme},
     identity::Frame,
-    lane::Hold,
     outcome::Outcome,
     permit::Permit,
     sync::{Arc, AtomicBool, Ordering},

@@ -4,10 +4,9 @@
 //! lane from winning to its end, so that what it added there it also takes away there.
 
 use crate::{
-    engine::Engine,
     record::Cells,
     stats::Counters,
-    sync::{Arc, AtomicUsize},
+    sync::{AtomicUsize, Ordering, Tally},
 };
 
 /// The part of a store that belongs to a lane.
@@ -33,28 +32,6 @@ impl Lane {
     }
 }
 
-/// A lane's hold on its store. Permits and waiters count on the one of their lane: a count on the
-/// store itself would be one line of memory for all of them.
-#[repr(align(128))]
-pub(crate) struct Hold {
-    engine: Arc<Engine>,
-    lane: usize,
-}
-
-impl Hold {
-    pub(crate) fn new(engine: Arc<Engine>, lane: usize) -> Self {
-        Self { engine, lane }
-    }
-
-    pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.engine
-    }
-
-    pub(crate) fn lane(&self) -> &Lane {
-        self.engine.lane(self.lane)
-    }
-}
-
 /// How many lanes a store has.
 pub(crate) fn lanes() -> usize {
     if cfg!(oncekey_loom) {
@@ -66,11 +43,9 @@ pub(crate) fn lanes() -> usize {
 
 /// A number of the present thread: neighbours have different ones.
 pub(crate) fn of_thread() -> usize {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    static NEXT: Tally = Tally::new(0);
     thread_local! {
-        static OWN: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+        static OWN: usize = NEXT.fetch_add(1, Ordering::Relaxed) as usize;
     }
     // A thread that is about to end has given its number up.
     OWN.try_with(|own| *own).unwrap_or(0)

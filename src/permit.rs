@@ -7,11 +7,10 @@
 use std::fmt;
 
 use crate::{
-    engine::{Abandon, By, Finish},
+    engine::{Abandon, By, Finish, Hold},
     error::Lost,
     fingerprint::Fingerprint,
     identity::Identity,
-    lane::Hold,
     outcome::Outcome,
     record::Owned,
     sync::Arc,

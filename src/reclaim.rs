@@ -49,7 +49,7 @@ impl Deferred {
 
 #[cfg_attr(oncekey_loom, allow(dead_code, reason = "a model of its own"))]
 mod counted {
-    use super::Deferred;
+    use crate::reclaim::Deferred;
     use crate::sync::{AtomicUsize, Mutex, Ordering, fence};
 
     /// So much garbage is kept without another allocation.
@@ -193,15 +193,15 @@ mod counted {
 /// three threads too many to walk through; it has models of its own.
 #[cfg(oncekey_loom)]
 mod keeping {
-    use super::Deferred;
+    use crate::{reclaim::Deferred, sync::Quiet};
 
-    pub(crate) struct Domain(std::sync::Mutex<Vec<Deferred>>);
+    pub(crate) struct Domain(Quiet<Vec<Deferred>>);
 
     pub(crate) struct Guard<'a>(&'a Domain);
 
     impl Domain {
         pub(crate) fn new(_lanes: usize) -> Self {
-            Self(std::sync::Mutex::default())
+            Self(Quiet::default())
         }
 
         pub(crate) fn pin(&self, _lane: usize) -> Guard<'_> {
@@ -236,7 +236,7 @@ mod keeping {
 mod models {
     use loom::{sync::atomic::AtomicU64 as Link, thread};
 
-    use super::counted::Domain;
+    use crate::reclaim::counted::Domain;
     use crate::sync::{Arc, Ordering, UnsafeCell};
 
     struct World {

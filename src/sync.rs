@@ -46,6 +46,9 @@ mod real {
 mod model {
     use std::time::Duration;
 
+    /// A lock of the stand-ins: no model is to look into it.
+    pub(crate) use std::sync::Mutex as Quiet;
+
     pub(crate) use loom::{
         cell::UnsafeCell,
         sync::{

@@ -14,12 +14,14 @@
 //!
 //! This file claims; `settle.rs` ends claims; `operate.rs` serves operators; `sweep.rs` reaps.
 
+mod hold;
 #[cfg(all(test, oncekey_loom))]
 mod models;
 mod operate;
 mod settle;
 mod sweep;
 
+pub(crate) use hold::Hold;
 pub(crate) use settle::{By, Finish};
 
 use std::{collections::BTreeMap, hash::BuildHasher, task::Waker, time::Duration};
@@ -40,7 +42,7 @@ use crate::{
         word::{Kind, View, Word},
     },
     sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, Tally, between_seq_cst},
-    waiters::{Gift, NoSeat, Ticket, Waiters},
+    waiters::{Gift, NoSeat, Ticket, Waiters, Woken},
 };
 
 /// What becomes of a permit that is dropped without a verb (R11).
@@ -483,7 +485,7 @@ impl Engine {
                 View::Gone if word.kind() == Kind::Ended => return Meeting::Over(None),
                 View::Gone => {
                     // A held claim may still be settled by its owner: only a CAS ends it.
-                    if self.end(lane, cell, word, guard) {
+                    if self.end(lane, cell, word, guard).is_some() {
                         lane.counters.expired.up();
                         return Meeting::Again;
                     }
@@ -499,7 +501,7 @@ impl Engine {
             return match view {
                 View::InFlight => Meeting::InFlight(cell),
                 View::Lapsed if self.lapse_holds(word) => {
-                    self.hold_lapsed(lane, cell, word, now);
+                    drop(self.hold_lapsed(lane, cell, word, now));
                     continue;
                 }
                 View::Lapsed => Meeting::Lapsed(cell, word),
@@ -568,10 +570,14 @@ impl Engine {
             self.landed(lane, Kind::InFlight);
             lane.counters.lapsed.up();
             lane.counters.taken_over.up();
-            if word.has_waiters() {
-                self.waiters.wake_all(cell, || Gift::LookAgain);
-            }
+            drop(self.wake(cell, word, || Gift::LookAgain));
         }
+    }
+
+    /// Wakes those who wait for a cell that the caller has moved on from `word`: when the answer is
+    /// dropped.
+    fn wake(&self, cell: &Cell, word: Word, gift: impl Fn() -> Gift) -> Woken {
+        if word.has_waiters() { self.waiters.wake_all(cell, gift) } else { Woken::default() }
     }
 
     /// The outcome of a record that ends at `end`.

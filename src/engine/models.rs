@@ -4,11 +4,10 @@
 //! test. Sizes are tiny there: a bucket of two slots, a table of one bucket, blocks of four cells,
 //! slabs of two records. Time stands still within a model; what happens at a time is told.
 
-use std::sync::atomic::{AtomicU64 as Dial, Ordering::Relaxed};
-
 use loom::thread;
 
 use super::*;
+use crate::sync::{Ordering::Relaxed, Tally as Dial};
 
 /// Preemptions in one execution, where a model does not ask for another number.
 const BOUND: usize = 2;
@@ -88,7 +87,7 @@ impl World {
 
     fn complete(&self, owned: &Owned, body: &'static str) -> bool {
         let engine = &self.engine;
-        let guard = reclaim::pin();
+        let guard = engine.pin();
         let answer = Some(Outcome::new(200).body(body));
         engine.complete(engine.lane(0), owned.cell(), By::Owner, answer, &guard).is_ok()
     }
@@ -104,11 +103,9 @@ impl World {
     }
 
     /// What is true at the end of every model.
-    fn settle(self) {
+    fn settle(&self) {
         let in_flight = self.engine.in_flight();
         assert!(in_flight <= 3, "{in_flight} in flight");
-        drop(self);
-        reclaim::free_all();
     }
 }
 

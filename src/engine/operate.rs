@@ -15,6 +15,7 @@ use crate::{
     },
     stats::Stats,
     sync::{Arc, Ordering, between_seq_cst},
+    waiters::Woken,
 };
 
 use super::{
@@ -46,7 +47,7 @@ impl Engine {
             What::Cell(cell) => {
                 let mut word = cell.word();
                 if word.view(now) == View::Lapsed && self.lapse_holds(word) {
-                    self.hold_lapsed(self.own_lane(), cell, word, now);
+                    drop(self.hold_lapsed(self.own_lane(), cell, word, now));
                     word = cell.word();
                 }
                 match word.view(now) {
@@ -144,14 +145,22 @@ impl Engine {
     /// Forgets an identity. True if a caller could have seen it. A lapsed claim is not busy: it is
     /// as good as held, or anybody's.
     pub(crate) fn forget(&self, frame: &Frame, force: bool) -> Result<bool, Busy> {
+        // Declared first: waiters are woken when nothing is locked any more.
+        let mut woken = Vec::new();
         let _still = self.sweeping.lock();
         let guard = self.pin();
         let what = self.find(frame, &guard);
-        self.forget_what(what, force, &guard)
+        self.forget_what(what, force, &mut woken, &guard)
     }
 
-    fn forget_what(&self, what: What<'_>, force: bool, guard: &Guard<'_>) -> Result<bool, Busy> {
-        // `_still` in the callers: the sweep moves no record meanwhile.
+    /// The caller has locked the sweep, which moves no record meanwhile.
+    fn forget_what(
+        &self,
+        what: What<'_>,
+        force: bool,
+        woken: &mut Vec<Woken>,
+        guard: &Guard<'_>,
+    ) -> Result<bool, Busy> {
         let lane = self.own_lane();
         let now = self.now();
         let (place, record) = match what {
@@ -164,9 +173,8 @@ impl Engine {
                 match word.kind() {
                     Kind::InFlight if view == View::InFlight && !force => return Err(Busy),
                     Kind::InFlight | Kind::Held | Kind::NotKept => {
-                        if !self.end(lane, cell, word, guard) {
-                            continue;
-                        }
+                        let Some(settled) = self.end(lane, cell, word, guard) else { continue };
+                        woken.push(settled);
                         if view == View::Lapsed {
                             lane.counters.lapsed.up();
                         }
@@ -203,6 +211,7 @@ impl Engine {
         let mut position = Some(0);
         while let Some(at) = position {
             // For each bucket, so that nothing is held back for long.
+            let mut woken = Vec::new();
             let _still = self.sweeping.lock();
             let guard = self.pin();
             position = self.index.walk(at, &self.slabs, &guard, &mut |what| {
@@ -212,7 +221,7 @@ impl Engine {
                     What::Record(_, record) => record.frame(),
                 };
                 if Identity::from_frame(frame).account() == account {
-                    let was_seen = self.forget_what(what, false, &guard) == Ok(true);
+                    let was_seen = self.forget_what(what, false, &mut woken, &guard) == Ok(true);
                     forgotten += usize::from(was_seen);
                 }
             });

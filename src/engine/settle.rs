@@ -11,7 +11,7 @@ use crate::{
         word::{Kind, View, Word},
     },
     sync::{Ordering, between_seq_cst},
-    waiters::Gift,
+    waiters::{Gift, Woken},
 };
 
 use super::Engine;
@@ -120,17 +120,17 @@ impl Engine {
         }
         if was_kept { &lane.counters.completed } else { &lane.counters.not_kept }.up();
         self.landed(lane, word.kind());
-        if word.has_waiters() {
-            let kept = answer.filter(|_| was_kept);
-            self.waiters.wake_all(cell, || Gift::Completed {
-                outcome: kept.clone(),
-                settled: now,
-                end,
-            });
-        }
+        let woken = if word.has_waiters() {
+            let outcome = answer.filter(|_| was_kept);
+            let gift = || Gift::Completed { outcome: outcome.clone(), settled: now, end };
+            self.waiters.wake_all(cell, gift)
+        } else {
+            Woken::default()
+        };
         if written.is_some() && !by.leaves_out(word) {
             Cells::retire(cell, guard);
         }
+        drop(woken);
         Ok(if was_kept { Finish::Kept } else { Finish::NotKept })
     }
 
@@ -209,18 +209,17 @@ impl Engine {
             return false;
         }
         lane.counters.released.up();
-        if word.has_waiters() {
-            self.waiters.wake_all(cell, || match answer {
-                Some(answer) => Gift::Answer(answer.clone()),
-                None => Gift::LookAgain,
-            });
-        }
+        let woken = self.wake(cell, word, || match answer {
+            Some(answer) => Gift::Answer(answer.clone()),
+            None => Gift::LookAgain,
+        });
         if haunts {
             self.leave(lane, cell);
             self.landed(lane, word.kind());
         } else {
             self.ended(lane, cell, word.kind(), out, guard);
         }
+        drop(woken);
         true
     }
 
@@ -257,31 +256,35 @@ impl Engine {
                 self.let_go(cell, &guard);
                 return Ok(());
             }
-            if self.hold_from(lane, cell, word, now, false) {
+            if self.hold_from(lane, cell, word, now, false).is_some() {
                 return Ok(());
             }
         }
     }
 
     /// Holds a claim whose lease has lapsed. A renewal or completion in between wins.
-    pub(super) fn hold_lapsed(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis) {
-        if self.hold_from(lane, cell, word, now, word.is_out()) {
-            lane.counters.lapsed.up();
-        }
+    pub(super) fn hold_lapsed(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis) -> Woken {
+        let Some(woken) = self.hold_from(lane, cell, word, now, word.is_out()) else {
+            return Woken::default();
+        };
+        lane.counters.lapsed.up();
+        woken
     }
 
-    fn hold_from(&self, lane: &Lane, cell: &Cell, word: Word, now: Millis, out: bool) -> bool {
+    fn hold_from(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        word: Word,
+        now: Millis,
+        out: bool,
+    ) -> Option<Woken> {
         let end = now.plus(self.settings.retention);
-        if cell.swap(word, Word::new(Kind::Held, end).with_out(out)).is_err() {
-            return false;
-        }
+        cell.swap(word, Word::new(Kind::Held, end).with_out(out)).ok()?;
         cell.settle(now);
         lane.counters.held.up();
         self.landed(lane, Kind::InFlight);
-        if word.has_waiters() {
-            self.waiters.wake_all(cell, || Gift::LookAgain);
-        }
-        true
+        Some(self.wake(cell, word, || Gift::LookAgain))
     }
 
     /// Moves the deadline of a lease to a lease from now, never backwards. An attended claim is
@@ -320,7 +323,7 @@ impl Engine {
                 if word.view(now) == View::InFlight {
                     return Ok(());
                 }
-                self.hold_lapsed(lane, cell, word, now);
+                drop(self.hold_lapsed(lane, cell, word, now));
                 continue;
             }
             let next = next(word);
@@ -369,17 +372,19 @@ impl Engine {
         }
     }
 
-    /// Ends a claim whose time is over, from `word`; false if it has moved.
-    pub(super) fn end(&self, lane: &Lane, cell: &Cell, word: Word, guard: &Guard<'_>) -> bool {
+    /// Ends a claim whose time is over, from `word`; `None` if it has moved.
+    pub(super) fn end(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        word: Word,
+        guard: &Guard<'_>,
+    ) -> Option<Woken> {
         let out = word.is_out();
-        if cell.swap(word, word.ended().with_out(out)).is_err() {
-            return false;
-        }
-        if word.has_waiters() {
-            self.waiters.wake_all(cell, || Gift::LookAgain);
-        }
+        cell.swap(word, word.ended().with_out(out)).ok()?;
+        let woken = self.wake(cell, word, || Gift::LookAgain);
         self.ended(lane, cell, word.kind(), out, guard);
-        true
+        Some(woken)
     }
 
     /// Called by whoever moved a claim from `from` to its end, where `out` tells whether a permit

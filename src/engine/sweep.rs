@@ -10,6 +10,7 @@ use crate::{
         word::{Kind, View},
     },
     sync::Ordering,
+    waiters::Woken,
 };
 
 use super::Engine;
@@ -43,6 +44,8 @@ pub(super) struct Turn {
 impl Engine {
     /// Looks at a bounded number of claims and records whose time has come (R24).
     pub(crate) fn sweep_step(&self) -> Step {
+        // Declared first: waiters are woken when nothing is locked any more.
+        let mut woken = Vec::new();
         let mut turn = self.sweeping.lock();
         let now = self.now();
         let guard = self.pin();
@@ -56,7 +59,8 @@ impl Engine {
         };
         let none_before = self.none_before(now);
         for lane in &self.lanes {
-            let look = |cell: &Cell| self.judge(own, cell, now, &mut step.reaped, &guard);
+            let reaped = &mut step.reaped;
+            let look = |cell: &Cell| self.judge(own, cell, now, reaped, &mut woken, &guard);
             let (next, more) = lane.cells.sweep(now, none_before, BLOCKS, &guard, look);
             sooner(next);
             step.more |= more;
@@ -74,10 +78,11 @@ impl Engine {
             own.counters.expired.add(keys);
             step.reaped += keys as usize;
         }
-        let leases = self.waiters.lapse(now, |cell| {
+        let deadline = |cell: &Cell| {
             let word = cell.word();
             (word.kind() == Kind::InFlight).then(|| word.at())
-        });
+        };
+        let leases = self.waiters.lapse(now, deadline, &mut woken);
         sooner(leases);
         let due = if step.more { now } else { step.next.unwrap_or(none_before).min(none_before) };
         self.next_due.store(due.0, Ordering::Relaxed);
@@ -125,6 +130,7 @@ impl Engine {
         cell: &Cell,
         now: Millis,
         reaped: &mut usize,
+        woken: &mut Vec<Woken>,
         guard: &Guard<'_>,
     ) -> Option<Millis> {
         loop {
@@ -145,7 +151,7 @@ impl Engine {
                 View::Gone if word.kind() == Kind::Ended => return None,
                 View::Lapsed if self.lapse_holds(word) => {
                     // Its end is the next date.
-                    self.hold_lapsed(lane, cell, word, now);
+                    woken.push(self.hold_lapsed(lane, cell, word, now));
                 }
                 View::Lapsed => {
                     // Waits for who takes it over, one of its waiters or a caller to come, until
@@ -154,7 +160,8 @@ impl Engine {
                     if now < end {
                         return Some(end);
                     }
-                    if self.end(lane, cell, word, guard) {
+                    if let Some(settled) = self.end(lane, cell, word, guard) {
+                        woken.push(settled);
                         lane.counters.lapsed.up();
                         lane.counters.expired.up();
                         *reaped += 1;
@@ -162,7 +169,8 @@ impl Engine {
                     }
                 }
                 View::Gone => {
-                    if self.end(lane, cell, word, guard) {
+                    if let Some(settled) = self.end(lane, cell, word, guard) {
+                        woken.push(settled);
                         lane.counters.expired.up();
                         *reaped += 1;
                         return None;

@@ -1,7 +1,7 @@
 //! Identity -> what is there: the place where two claims of one identity meet.
 //!
 //! ```text
-//! hash   63 ...... | shard 6..10 | bucket: `bits` .............. | rest         |
+//! hash   63 ...... | shard 4..10 | bucket: `bits` .............. | rest         |
 //!                                | 2 bits | tag: 18 bits ........|
 //! Shard  | root -> Table |
 //! Table  | buckets | next -> Table | cursor | done | overflow |
@@ -101,7 +101,7 @@ impl Index {
     pub(crate) fn new(max_keys: usize) -> Self {
         // Shards of at most 128 Ki keys, so that no table is so large that making one is felt.
         let wanted = (max_keys >> 17).max(1).next_power_of_two().ilog2();
-        let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(6, 10) };
+        let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(4, 10) };
         let shard = || Shard { root: AtomicU64::new(0) };
         Self {
             hasher: ahash::RandomState::new(),
@@ -405,7 +405,7 @@ impl Index {
             return true;
         }
         let live = table.live(slabs, guard);
-        let sparse = table.bits > table::FEWEST && live * 4 < table::SAMPLE as u64 * 5;
+        let sparse = table.bits > table::FEWEST && live * 5 < table::SAMPLE as u64 * 8;
         if sparse || live == 0 && table.overflows() {
             shard.grow(table, slabs, guard);
             return true;

@@ -220,9 +220,9 @@ impl Shard {
             (table.bits + 1).min(2)
         } else if live * 2 > SAMPLE * 5 {
             (table.bits + 1).min(MOST)
-        } else if live * 2 < SAMPLE {
+        } else if live * 5 < SAMPLE * 4 {
             table.bits.saturating_sub(SHRINK).max(FEWEST)
-        } else if live * 4 < SAMPLE * 5 {
+        } else if live * 5 < SAMPLE * 8 {
             table.bits.saturating_sub(1).max(FEWEST)
         } else {
             table.bits

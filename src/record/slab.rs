@@ -408,6 +408,9 @@ struct Queue {
     slabs: VecDeque<(Place, usize)>,
     /// Bytes of them.
     bytes: usize,
+    /// How long the next one is at most: what the last one had when it was closed for its age, and
+    /// twice as much each time one is full.
+    most: usize,
 }
 
 /// Memory of slabs that are gone.
@@ -442,7 +445,7 @@ impl Slabs {
     pub(crate) fn new(lanes: usize, retention: Millis, tick: Millis) -> Self {
         let lane = || Lane {
             open: AtomicU64::new(0),
-            queue: Mutex::new(Queue { slabs: VecDeque::new(), bytes: 0 }),
+            queue: Mutex::new(Queue { slabs: VecDeque::new(), bytes: 0, most: LARGEST }),
         };
         Self {
             lanes: (0..lanes).map(|_| lane()).collect(),
@@ -627,7 +630,8 @@ impl Slabs {
             return Some(());
         }
         // A sixteenth of what the lane has, so that what is empty in the last one does not matter.
-        let len = (queue.bytes / 16).next_multiple_of(SMALLEST).clamp(SMALLEST, LARGEST);
+        let len = (queue.bytes / 16).next_multiple_of(SMALLEST).min(queue.most).max(SMALLEST);
+        queue.most = (queue.most * 2).min(LARGEST);
         let address = self.memory(len);
         let mut opening = self.opening.lock();
         let from = self.number.load(Ordering::Relaxed);
@@ -769,6 +773,11 @@ impl Slabs {
                 let word = slab.word.load(Ordering::Acquire);
                 let old = now.0 >= slab.opened.plus(self.patience).0;
                 if word & CLOSED == 0 && (word < ONE || old) {
+                    if old && !cfg!(oncekey_loom) {
+                        let used = (word & (ONE - 1)) as usize * UNIT;
+                        let most = (used + used / 4).next_multiple_of(SMALLEST).min(LARGEST);
+                        lane.queue.lock().most = most;
+                    }
                     emptied = slab.close();
                 }
                 self.bury(slab, emptied, guard);

@@ -199,7 +199,7 @@ impl std::fmt::Debug for Word {
     }
 }
 
-#[cfg(all(test, not(oncekey_loom)))]
+#[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 

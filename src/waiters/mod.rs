@@ -123,6 +123,17 @@ impl Shard {
     }
 }
 
+/// Wakers that are called when it is dropped: with no lock held, because they may call the store.
+#[derive(Debug, Default)]
+#[must_use = "it wakes when it is dropped"]
+pub(crate) struct Woken(Vec<Waker>);
+
+impl Drop for Woken {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(Waker::wake);
+    }
+}
+
 /// All waiters of a store.
 #[derive(Debug)]
 pub(crate) struct Waiters {
@@ -194,22 +205,16 @@ impl Waiters {
         ticket.seat.place.lock().gift.take()
     }
 
-    /// Wakes all waiters of `cell` with what `gift` makes for each. The caller has moved the cell
-    /// on and still holds its guard.
-    pub(crate) fn wake_all(&self, cell: &Cell, gift: impl Fn() -> Gift) {
+    /// Gives all waiters of `cell` what `gift` makes for each; they are woken when the answer is
+    /// dropped. The caller has moved the cell on and still holds its guard.
+    pub(crate) fn wake_all(&self, cell: &Cell, gift: impl Fn() -> Gift) -> Woken {
         let list = self.shard(cell.bits()).lock().remove(cell.bits());
-        if let Some(list) = list {
-            self.wake(list, gift);
-        }
+        list.map_or_else(Woken::default, |list| self.settle(list, gift))
     }
 
-    fn wake(&self, list: List, gift: impl Fn() -> Gift) {
+    fn settle(&self, list: List, gift: impl Fn() -> Gift) -> Woken {
         self.exit(list.seats.len());
-        for seat in list.seats.into_values() {
-            if let Some(waker) = seat.give(gift()) {
-                waker.wake();
-            }
-        }
+        Woken(list.seats.into_values().filter_map(|seat| seat.give(gift())).collect())
     }
 
     /// Makes the oldest waiter of `cell` its next owner. `hand_over` names the new owner in the
@@ -238,12 +243,13 @@ impl Waiters {
         true
     }
 
-    /// Wakes those whose owner's lease has lapsed by `now`, and answers with when the next one may.
+    /// Settles those whose owner's lease has lapsed by `now`, and answers with when the next one may.
     /// `deadline` reads the deadline of a cell that is in flight.
     pub(crate) fn lapse(
         &self,
         now: Millis,
         deadline: impl Fn(&Cell) -> Option<Millis>,
+        woken: &mut Vec<Woken>,
     ) -> Option<Millis> {
         if self.total() == 0 {
             return None;
@@ -263,7 +269,7 @@ impl Waiters {
                 }
             }
             drop(shard);
-            lapsed.into_iter().for_each(|list| self.wake(list, || Gift::LookAgain));
+            woken.extend(lapsed.into_iter().map(|list| self.settle(list, || Gift::LookAgain)));
         }
         next
     }
