@@ -98,12 +98,7 @@ impl Room {
 
     /// Takes room for one record of `account` of `bytes` bytes. True in the answer if the lane had
     /// to draw.
-    pub(crate) fn enter(
-        &self,
-        lane: usize,
-        account: &[u8],
-        bytes: usize,
-    ) -> Result<Drew, Refusal> {
+    pub(crate) fn enter(&self, lane: usize, account: &[u8], bytes: usize) -> Result<Drew, Refusal> {
         if let Some(shares) = &self.shares {
             shares.enter(account, |place| self.grow(lane, place))?;
         }

@@ -50,7 +50,7 @@ impl Deferred {
 #[cfg_attr(oncekey_loom, allow(dead_code, reason = "a model of its own"))]
 mod counted {
     use crate::reclaim::Deferred;
-    use crate::sync::{AtomicUsize, Mutex, Ordering, fence};
+    use crate::sync::{AtomicUsize, Mutex, Ordering, fence, fence_after_seq_cst_addition};
 
     /// So much garbage is kept without another allocation.
     const ROOM: usize = 64;
@@ -98,7 +98,7 @@ mod counted {
             let Readers(sides) = &self.lanes[lane % self.lanes.len()];
             // The fence is the partner of the one in `collect`.
             sides[turn].fetch_add(1, Ordering::SeqCst);
-            fence_after_addition();
+            fence_after_seq_cst_addition();
             Guard { domain: self, readers: &sides[turn] }
         }
 
@@ -121,8 +121,7 @@ mod counted {
                 let turn = self.turn.load(Ordering::Relaxed);
                 let side = !turn & 1;
                 // Acquire, partner of the Release in the guard's drop: it has looked its last.
-                let empty =
-                    |Readers(sides): &Readers| sides[side].load(Ordering::Acquire) == 0;
+                let empty = |Readers(sides): &Readers| sides[side].load(Ordering::Acquire) == 0;
                 if !self.lanes.iter().all(empty) {
                     return left;
                 }
@@ -141,16 +140,6 @@ mod counted {
                 }
                 left = true;
             }
-        }
-    }
-
-    /// Orders the counting before the looks that follow.
-    fn fence_after_addition() {
-        if cfg!(all(target_arch = "x86_64", not(oncekey_loom))) {
-            // A locked addition is a full fence of the processor; the compiler is told here.
-            std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
-        } else {
-            fence(Ordering::SeqCst);
         }
     }
 

@@ -18,9 +18,9 @@ use crate::{
     expire::{self, Sweeper},
     fingerprint::{Fingerprint, Scheme},
     identity::{self, Frame, Identity},
+    lane,
     outcome::Outcome,
     permit::Token,
-    lane,
     record::{self, word::View},
     stats::Stats,
     sync::{Arc, Weak},
@@ -148,7 +148,7 @@ impl StoreBuilder {
     /// (R25). Beyond it new identities are refused before they run.
     ///
     /// Default 512 MiB: a million records of 500 bytes. Needed: rate x retention x bytes, where a
-    /// record costs 256 bytes beside identity and outcome, and [`outcome_reserve`] more while it is
+    /// record costs 240 bytes beside outcome and identity, an eighth more of that, and [`outcome_reserve`] more while it is
     /// in flight. At most 48 GiB, more are clamped.
     ///
     /// [`outcome_reserve`]: Self::outcome_reserve

@@ -6,10 +6,20 @@
 
 pub(crate) use std::sync::{Arc, Weak, atomic::AtomicU64 as Tally};
 
-#[cfg(not(oncekey_loom))]
-pub(crate) use self::real::*;
+/// A full fence, after a sequentially consistent addition. Where such an addition is a full fence
+/// of the processor already, only the compiler is told.
+pub(crate) fn fence_after_seq_cst_addition() {
+    if cfg!(all(target_arch = "x86_64", not(oncekey_loom))) {
+        std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
+    } else {
+        fence(Ordering::SeqCst);
+    }
+}
+
 #[cfg(oncekey_loom)]
 pub(crate) use self::model::*;
+#[cfg(not(oncekey_loom))]
+pub(crate) use self::real::*;
 
 #[cfg(not(oncekey_loom))]
 mod real {

@@ -469,7 +469,9 @@ impl Engine {
     ) -> Meeting<'g> {
         let cell = match what {
             What::Absent => return Meeting::Over(None),
-            What::Record(place, record) => return Self::meet_record(self, place, record, asked, now),
+            What::Record(place, record) => {
+                return Self::meet_record(self, place, record, asked, now);
+            }
             What::Cell(cell) => cell,
         };
         loop {

@@ -489,9 +489,7 @@ fn loom_renew_against_takeover() {
             world.at(LEASE);
             vec![owned]
         },
-        |world, owned| {
-            usize::from(world.engine.renew(world.engine.lane(0), &owned[0]).is_ok())
-        },
+        |world, owned| usize::from(world.engine.renew(world.engine.lane(0), &owned[0]).is_ok()),
         |world| won(&world.claim("a")),
         |_, renewed, won| assert_eq!(renewed + won, 1, "both or neither"),
     );

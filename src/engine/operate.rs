@@ -122,13 +122,11 @@ impl Engine {
             (_, View::Gone | View::Held) => return Err(ResolveError::Absent),
         };
         let settled = match outcome {
-            Some(outcome) => {
-                match self.complete(lane, cell, By::Operator, Some(outcome), &guard) {
-                    Ok(Finish::NoRoom(outcome)) => return Err(ResolveError::Full(outcome)),
-                    Ok(Finish::Kept | Finish::NotKept) => Ok(()),
-                    Err(lost) => Err(lost.cause),
-                }
-            }
+            Some(outcome) => match self.complete(lane, cell, By::Operator, Some(outcome), &guard) {
+                Ok(Finish::NoRoom(outcome)) => return Err(ResolveError::Full(outcome)),
+                Ok(Finish::Kept | Finish::NotKept) => Ok(()),
+                Err(lost) => Err(lost.cause),
+            },
             None => self.release_held(lane, cell, &guard),
         };
         match settled {

@@ -77,7 +77,6 @@ struct Shard {
 #[repr(align(128))]
 struct Tokens(Tally);
 
-
 /// What was found, and in which slot.
 pub(crate) struct Seen<'g> {
     spot: Option<Spot<'g>>,
@@ -148,7 +147,9 @@ impl Index {
             }
             if value.has(tag) {
                 match value.target() {
-                    Target::Cell(bits) => prefetch(std::ptr::without_provenance::<u8>((bits << 4) as usize)),
+                    Target::Cell(bits) => {
+                        prefetch(std::ptr::without_provenance::<u8>((bits << 4) as usize))
+                    }
                     Target::Record(place) => {
                         if let Some(record) = slabs.at(place, guard) {
                             let record = std::ptr::from_ref(record);
@@ -259,7 +260,10 @@ impl Index {
                 // Some other thread has begun to move the bucket.
                 continue;
             }
-            if frozen_end && head.is_done() && let Some(next) = table.next(guard) {
+            if frozen_end
+                && head.is_done()
+                && let Some(next) = table.next(guard)
+            {
                 table = next;
                 continue;
             }
@@ -268,7 +272,13 @@ impl Index {
     }
 
     /// Puts a cell where `seen` was. False if that has changed: look again.
-    pub(crate) fn put(&self, seen: &Seen<'_>, cell: &Cell, slabs: &Slabs, guard: &Guard<'_>) -> bool {
+    pub(crate) fn put(
+        &self,
+        seen: &Seen<'_>,
+        cell: &Cell,
+        slabs: &Slabs,
+        guard: &Guard<'_>,
+    ) -> bool {
         let Some(spot) = &seen.spot else { return false };
         let hash = cell.hash();
         let path = hash << self.shard_bits;
@@ -514,8 +524,9 @@ impl Drop for Index {
             let mut address = shard.root.load(Ordering::Acquire) as usize;
             while address != 0 {
                 // SAFETY: nobody uses the index any more; tables come from boxes.
-                let table =
-                    unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(address)) };
+                let table = unsafe {
+                    Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(address))
+                };
                 address = table.next.load(Ordering::Acquire) as usize;
             }
         }

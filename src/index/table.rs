@@ -201,7 +201,8 @@ impl Shard {
             let new = Box::into_raw(Table::new(FEWEST, base));
             let address = new.expose_provenance() as u64;
             // AcqRel: publishes the table.
-            if self.root.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            if self.root.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_err()
+            {
                 // SAFETY: nobody has seen it.
                 drop(unsafe { Box::from_raw(new) });
             }
@@ -261,7 +262,14 @@ impl Shard {
         self.help_group(table, next, table.number(path) >> group, slabs, guard);
     }
 
-    fn help_group(&self, table: &Table, next: &Table, group: usize, slabs: &Slabs, guard: &Guard<'_>) {
+    fn help_group(
+        &self,
+        table: &Table,
+        next: &Table,
+        group: usize,
+        slabs: &Slabs,
+        guard: &Guard<'_>,
+    ) {
         let shift = table.bits.saturating_sub(next.bits);
         let from = group << shift;
         let Some(heads) = table.buckets.get(from..from + (1 << shift)) else { return };
@@ -306,9 +314,8 @@ impl Shard {
 /// The table came from a box and nobody sees it any more.
 unsafe fn drop_table(table: u64, _: u64) {
     // SAFETY: see above.
-    let table = unsafe {
-        Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(table as usize))
-    };
+    let table =
+        unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(table as usize)) };
     drop(table);
 }
 
@@ -340,12 +347,8 @@ fn freeze(head: &Bucket, slabs: &Slabs, guard: &Guard<'_>) {
             Next::Frozen => return,
             Next::End => {
                 // Failure: it was frozen, or a bucket more to freeze has come.
-                let _ = bucket.link.compare_exchange(
-                    0,
-                    FROZEN,
-                    Ordering::AcqRel,
-                    Ordering::Acquire,
-                );
+                let _ =
+                    bucket.link.compare_exchange(0, FROZEN, Ordering::AcqRel, Ordering::Acquire);
             }
         }
     }

@@ -459,7 +459,8 @@ fn flush(block: Arc<Block>, guard: &Guard<'_>) {
 /// `block` is what `Arc::into_raw` gave, and nobody sees `cells` any more.
 unsafe fn give_back(block: u64, cells: u64) {
     // SAFETY: see above.
-    let block = unsafe { Arc::from_raw(std::ptr::with_exposed_provenance::<Block>(block as usize)) };
+    let block =
+        unsafe { Arc::from_raw(std::ptr::with_exposed_provenance::<Block>(block as usize)) };
     block.give_back(cells);
 }
 

@@ -20,7 +20,7 @@ pub(crate) use slab::{Finished, Killed, Place, Record, Slabs};
 /// slabs have at their ends, and two buckets' worth of slots, the old table's beside the new one's.
 /// `tests/core_memory.rs` holds it against a counting allocator.
 pub(crate) const fn cost(frame: usize) -> usize {
-    216 + frame + frame / 8
+    240 + frame + frame / 8
 }
 
 /// What a claim that is not done costs more than that, at least: its cell. The room that is

@@ -578,7 +578,9 @@ impl Slabs {
             let Finished { token, end, .. } = *finished;
             let end = end.0;
             // SAFETY: this thread made room for the record and nobody has its place yet.
-            unsafe { *body = Body { end, token, scheme, digest, head, body: len, frame, status, form } };
+            unsafe {
+                *body = Body { end, token, scheme, digest, head, body: len, frame, status, form }
+            };
         });
         // Release, partner of `state`: the sweep finds records without an index.
         record.state.store(units << KIND_BITS | kind, Ordering::Release);
@@ -724,8 +726,7 @@ impl Slabs {
             return;
         }
         if let Some(lane) = self.lanes.get(slab.lane) {
-            let _ =
-                lane.open.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Acquire);
+            let _ = lane.open.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Acquire);
         }
         self.live.fetch_sub(1, Ordering::Relaxed);
         let spare = Arc::as_ptr(&self.spare).expose_provenance() as u64;
@@ -770,14 +771,8 @@ impl Slabs {
                 };
                 let (dead, stop) = reap_slab(slab, now, &mut left, guard, &mut reaped);
                 let mut emptied = slab.take_away(dead);
-                let word = slab.word.load(Ordering::Acquire);
-                let old = now.0 >= slab.opened.plus(self.patience).0;
-                if word & CLOSED == 0 && (word < ONE || old) {
-                    if old && !cfg!(oncekey_loom) {
-                        let used = (word & (ONE - 1)) as usize * UNIT;
-                        let most = (used + used / 4).next_multiple_of(SMALLEST).min(LARGEST);
-                        lane.queue.lock().most = most;
-                    }
+                // An open slab without a record gives its memory back.
+                if slab.word.load(Ordering::Acquire) < ONE {
                     emptied = slab.close();
                 }
                 self.bury(slab, emptied, guard);
@@ -795,12 +790,31 @@ impl Slabs {
                     Stop::Cursor => turn += 1,
                 }
             }
+            self.close_old(lane, now, guard);
             let mut queue = lane.queue.lock();
+            if queue.slabs.is_empty() {
+                queue.most = LARGEST;
+            }
             if queue.slabs.is_empty() || queue.slabs.capacity() > 4 * queue.slabs.len() + 16 {
                 queue.slabs.shrink_to_fit();
             }
         }
         (next, false)
+    }
+
+    /// Closes the open slab of a lane if it is open for too long: its first record must not keep the
+    /// memory of the last ones, nor the last that of the first.
+    fn close_old(&self, lane: &Lane, now: Millis, guard: &Guard<'_>) {
+        let newest = lane.queue.lock().slabs.back().copied();
+        let Some(slab) = newest.and_then(|(place, _)| self.slab(place, guard)) else { return };
+        let word = slab.word.load(Ordering::Acquire);
+        if word & CLOSED == 0 && now >= slab.opened.plus(self.patience) {
+            let used = (word & (ONE - 1)) as usize * UNIT;
+            // The next one not much longer than what such a time needs.
+            lane.queue.lock().most = (used + used / 4).next_multiple_of(SMALLEST).min(LARGEST);
+            let emptied = slab.close();
+            self.bury(slab, emptied, guard);
+        }
     }
 
     /// Moves what lives out of one closed slab of which more than half was killed before its time,
@@ -898,7 +912,9 @@ impl Slabs {
         drop(spare);
         if keep && !cfg!(oncekey_loom) {
             // SAFETY: nobody else knows of this memory, and it has `len` bytes.
-            unsafe { std::ptr::with_exposed_provenance_mut::<u8>(address as usize).write_bytes(0, len) }
+            unsafe {
+                std::ptr::with_exposed_provenance_mut::<u8>(address as usize).write_bytes(0, len)
+            }
             self.spare.lock().clean.push((address, len));
         } else {
             release(address, len);
@@ -1023,7 +1039,9 @@ impl Drop for Slabs {
             let chunk = chunk.load(Ordering::Acquire) as usize;
             if chunk != 0 {
                 // SAFETY: `entry_made` has made it from a box; nobody uses the store any more.
-                unsafe { drop(Box::from_raw(std::ptr::with_exposed_provenance_mut::<Chunk>(chunk))) }
+                unsafe {
+                    drop(Box::from_raw(std::ptr::with_exposed_provenance_mut::<Chunk>(chunk)))
+                }
             }
         }
     }

@@ -166,11 +166,7 @@ impl Waiters {
 
     /// Takes a seat for `cell`. `mark` sets the waiters' bit, or says that the cell has
     /// moved on; it runs under the list's lock (invariant 2).
-    pub(crate) fn join(
-        &self,
-        cell: &Cell,
-        mark: impl FnOnce() -> bool,
-    ) -> Result<Ticket, NoSeat> {
+    pub(crate) fn join(&self, cell: &Cell, mark: impl FnOnce() -> bool) -> Result<Ticket, NoSeat> {
         let key = cell.bits();
         let mut shard = self.shard(key).lock();
         if !mark() {
