@@ -136,6 +136,7 @@ impl Pending {
     /// # Errors
     ///
     /// [`TimedOut`] gives the pending back.
+    #[expect(clippy::result_large_err, reason = "the pending comes back as it was, unboxed")]
     pub fn wait_timeout(self, limit: Duration) -> Result<Settled, TimedOut> {
         let timer = SystemClock::new();
         let mut wait = self.wait();

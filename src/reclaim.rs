@@ -130,7 +130,7 @@ mod counted {
                     garbage.flipped = true;
                     continue;
                 }
-                let mut ready = std::mem::replace(&mut garbage.old, Vec::new());
+                let mut ready = std::mem::take(&mut garbage.old);
                 drop(garbage);
                 ready.drain(..).for_each(Deferred::run);
                 garbage = self.garbage.lock();

@@ -211,9 +211,9 @@ impl Index {
                             continue 'table;
                         }
                         let found = match value.target() {
-                            // SAFETY: the slot was current when it was read (invariant 4), so the
-                            // cell was not retired, and the guard was there.
                             Target::Cell(bits) => {
+                                // SAFETY: the slot was current when it was read (invariant 4), so
+                                // the cell was not retired, and the guard was there.
                                 Some(What::Cell(unsafe { Cell::from_bits(bits, guard) }))
                             }
                             Target::Record(place) => {
