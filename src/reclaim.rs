@@ -226,7 +226,7 @@ mod models {
     use loom::{sync::atomic::AtomicU64 as Link, thread};
 
     use crate::reclaim::counted::Domain;
-    use crate::sync::{Arc, Ordering, UnsafeCell};
+    use crate::sync::{Arc, Ordering, Tally, UnsafeCell};
 
     struct World {
         domain: Domain,
@@ -269,7 +269,10 @@ mod models {
     fn model(first: fn(&World), others: &'static [fn(&World)]) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
+        let executions = Arc::new(Tally::new(0));
+        let counted = Arc::clone(&executions);
         builder.check(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
             let thing = Box::into_raw(Box::new(Thing(UnsafeCell::new(7))));
             let link = Link::new(thing.expose_provenance() as u64);
             let world = Arc::new(World { domain: Domain::new(1), link });
@@ -285,6 +288,7 @@ mod models {
                 assert!(other.join().is_ok());
             }
         });
+        println!("{} executions", executions.load(Ordering::Relaxed));
     }
 
     #[test]

@@ -102,6 +102,12 @@ impl World {
         assert!(self.complete(&owned, "filled"));
     }
 
+    /// From here on the table grows: who claims moves a bucket first.
+    fn grow(&self) {
+        let guard = self.engine.pin();
+        self.engine.index.begin_growth(0, &self.engine.slabs, &guard);
+    }
+
     /// What is true at the end of every model.
     fn settle(&self) {
         let in_flight = self.engine.in_flight();
@@ -218,13 +224,14 @@ fn loom_claim_against_growth() {
 }
 
 #[test]
-fn loom_three_claims_against_growth() {
-    model(1, || {
+fn loom_two_helpers_of_one_bucket_and_a_claim() {
+    model(BOUND, || {
         let world = World::new(Lapse::TakeOver);
         world.fill("a");
         world.fill("b");
-        let met = race(&world, [|it| it.claim("c"), |it| it.claim("c")], |it| it.claim("d"));
-        assert_eq!(met.iter().map(won).sum::<usize>(), 2);
+        world.grow();
+        let met = race(&world, [|it| it.claim("d"), |it| it.claim("d")], |it| it.claim("d"));
+        assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         for key in ["a", "b"] {
             assert!(matches!(world.observe(key), Some(Met::Replay(_))), "{key} is lost");
         }
@@ -233,18 +240,50 @@ fn loom_three_claims_against_growth() {
 }
 
 #[test]
-fn loom_two_helpers_of_one_bucket_and_a_claim() {
-    model(BOUND, || {
+fn loom_claims_of_two_identities_while_the_bucket_moves() {
+    model(3, || {
         let world = World::new(Lapse::TakeOver);
         world.fill("a");
-        world.fill("b");
-        world.fill("c");
-        // The table grows: whoever claims moves the bucket first.
-        let met = race(&world, [|it| it.claim("d"), |it| it.claim("d")], |it| it.claim("d"));
-        assert_eq!(met.iter().map(won).sum::<usize>(), 1);
-        for key in ["a", "b", "c"] {
-            assert!(matches!(world.observe(key), Some(Met::Replay(_))), "{key} is lost");
+        world.grow();
+        let met = race(&world, [|it| it.claim("d")], |it| it.claim("c"));
+        assert_eq!(met.iter().map(won).sum::<usize>(), 2);
+        for key in ["c", "d"] {
+            assert!(matches!(world.claim(key), Met::InFlight(_)), "{key} is lost");
         }
+        assert!(matches!(world.observe("a"), Some(Met::Replay(_))), "a is lost");
+        world.settle();
+    });
+}
+
+#[test]
+fn loom_a_claim_that_does_not_help_against_a_helper() {
+    // One claim has looked before the table began to grow.
+    model(3, || {
+        let world = World::new(Lapse::TakeOver);
+        world.fill("a");
+        let met = race(
+            &world,
+            [|it| {
+                it.grow();
+                it.claim("d")
+            }],
+            |it| it.claim("d"),
+        );
+        assert_eq!(met.iter().map(won).sum::<usize>(), 1);
+        assert!(matches!(world.observe("a"), Some(Met::Replay(_))), "a is lost");
+        world.settle();
+    });
+}
+
+#[test]
+fn loom_takeover_while_the_bucket_moves() {
+    model(BOUND, || {
+        let world = World::new(Lapse::TakeOver);
+        let _owned = world.win("a");
+        world.at(LEASE);
+        world.grow();
+        let met = race(&world, [|it| it.claim("a")], |it| it.claim("a"));
+        assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         world.settle();
     });
 }
@@ -548,7 +587,7 @@ fn loom_complete_while_the_bucket_moves() {
         |world| {
             let owned = world.win("a");
             world.fill("b");
-            world.fill("c");
+            world.grow();
             vec![owned]
         },
         |world, owned| {
@@ -567,6 +606,40 @@ fn loom_complete_while_the_bucket_moves() {
 }
 
 #[test]
+fn loom_ghost_while_the_bucket_moves() {
+    // Released before, its cell still in the slot: it is retired once, by whoever takes it out.
+    model(BOUND, || {
+        let world = World::new(Lapse::TakeOver);
+        let owned = world.win("a");
+        assert!(world.release(&owned));
+        world.grow();
+        let met = race(&world, [|it| it.claim("a")], |it| it.claim("b"));
+        assert_eq!(met.iter().map(won).sum::<usize>(), 2);
+        world.settle();
+    });
+}
+
+#[test]
+fn loom_sweep_of_a_ghost_against_a_claim() {
+    roles(
+        3,
+        Lapse::TakeOver,
+        |world| {
+            let owned = world.win("a");
+            assert!(world.release(&owned));
+            world.at(LEASE);
+            Vec::new()
+        },
+        |world, _| world.engine.sweep_step().reaped,
+        |world| won(&world.claim("a")),
+        |world, reaped, won| {
+            assert_eq!((reaped, won), (0, 1));
+            assert!(matches!(world.claim("a"), Met::InFlight(_)));
+        },
+    );
+}
+
+#[test]
 fn loom_release_while_the_bucket_moves() {
     roles(
         BOUND,
@@ -574,7 +647,7 @@ fn loom_release_while_the_bucket_moves() {
         |world| {
             let owned = world.win("a");
             world.fill("b");
-            world.fill("c");
+            world.grow();
             vec![owned]
         },
         |world, owned| {
