@@ -356,7 +356,15 @@ impl Engine {
         seated: bool,
         guard: &Guard<'_>,
     ) -> Result<Met, ClaimError> {
-        let mut fresh = Fresh { engine: self, lane, guard, owned: None, has_room: false };
+        let mut fresh = Fresh {
+            engine: self,
+            lane,
+            guard,
+            frame,
+            counted: false,
+            has_room: false,
+            owned: None,
+        };
         loop {
             let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, guard);
             match self.meet(lane, seen.what, asked, now, guard) {
@@ -371,15 +379,15 @@ impl Engine {
                 },
                 Meeting::Lapsed(cell, word) => {
                     // First: a claim that is refused must not have ended the old one.
-                    fresh.make(hash, frame, asked.own, now, true)?;
+                    fresh.enter(now, true)?;
                     self.take_over(&mut fresh, cell, word, now);
                 }
                 Meeting::Over(over) => {
-                    fresh.make(hash, frame, asked.own, now, over.is_some())?;
+                    fresh.enter(now, over.is_some())?;
                     if let Some((place, record)) = over {
-                        self.succeed(&mut fresh, frame, place, record, now)?;
+                        self.succeed(&mut fresh, place, record, now)?;
                     }
-                    if let Some(won) = fresh.put(&seen, now) {
+                    if let Some(won) = fresh.put(hash, asked.own, &seen, now) {
                         return Ok(won);
                     }
                 }
@@ -394,7 +402,6 @@ impl Engine {
     fn succeed(
         &self,
         fresh: &mut Fresh<'_>,
-        frame: &Frame,
         place: Place,
         record: &Record,
         now: Millis,
@@ -407,14 +414,14 @@ impl Engine {
                     lane.counters.expired.up();
                 }
                 // Somebody else gives its room back.
-                return fresh.enter(frame, now);
+                return fresh.enter(now, false);
             }
         }
         if fresh.has_room {
             self.leave_record(lane, record);
             return Ok(());
         }
-        let (taken, needed) = (record.cost(), self.room_of(frame));
+        let (taken, needed) = (record.cost(), self.room_of(fresh.frame));
         if !self.room.grow(lane.number, needed.saturating_sub(taken)) {
             self.leave_record(lane, record);
             return Err(self.refused(Refusal::Store, now));
@@ -590,67 +597,61 @@ impl Engine {
     }
 }
 
-/// The cell of a claim that is not in the index yet, made when it is needed. Dropped, it gives back
-/// what was taken for it.
+/// A claim that is not in the index yet. Dropped, it gives back what was taken for it.
 struct Fresh<'a> {
     engine: &'a Engine,
     lane: &'a Lane,
     guard: &'a Guard<'a>,
-    owned: Option<Owned>,
+    frame: &'a Frame,
+    /// Whether it is counted as in flight.
+    counted: bool,
     /// Whether room was taken for it.
     has_room: bool,
+    /// Its cell, which is counted and has room: the sweep may meet it and end it.
+    owned: Option<Owned>,
 }
 
 impl Fresh<'_> {
-    /// Makes the cell, unless an earlier round has made it already. If the claim is to take the
-    /// place of another one (`succeeds`), it may do so without room of its own.
-    fn make(
+    /// Counts the claim and takes room for it, unless that was done. If it is to take the place of
+    /// another one (`succeeds`), it may go on without room of its own.
+    fn enter(&mut self, now: Millis, succeeds: bool) -> Result<(), ClaimError> {
+        let engine = self.engine;
+        if !self.counted {
+            self.lane.in_flight.fetch_add(1, Ordering::SeqCst);
+            self.counted = true;
+            between_seq_cst();
+        }
+        if engine.draining.load(Ordering::SeqCst) {
+            return Err(ClaimError::Draining);
+        }
+        if !self.has_room {
+            match engine.enter(self.lane, self.frame, now) {
+                Ok(()) => self.has_room = true,
+                Err(_) if succeeds => {}
+                Err(refused) => return Err(refused),
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the claim where `seen` was, with a token that is newer than that of whoever was there.
+    fn put(
         &mut self,
         hash: u64,
-        frame: &Frame,
         fingerprint: Fingerprint,
+        seen: &Seen<'_>,
         now: Millis,
-        succeeds: bool,
-    ) -> Result<(), ClaimError> {
-        // Also here, so that those who are refused keep a drain from nothing.
-        if self.engine.draining.load(Ordering::SeqCst) {
-            return Err(ClaimError::Draining);
-        }
-        let entered = self.enter(frame, now);
-        if !succeeds {
-            entered?;
-        }
-        if self.owned.is_none() {
-            let (engine, lane) = (self.engine, self.lane);
-            lane.in_flight.fetch_add(1, Ordering::SeqCst);
+    ) -> Option<Met> {
+        let engine = self.engine;
+        let owned = self.owned.get_or_insert_with(|| {
             let deadline = now.plus(engine.settings.lease);
             let due = engine.none_before(now);
-            let made = lane.cells.make(hash, frame, fingerprint, now, deadline, due, self.guard);
-            self.owned = Some(made);
-        }
-        between_seq_cst();
-        if self.engine.draining.load(Ordering::SeqCst) {
-            return Err(ClaimError::Draining);
-        }
-        Ok(())
-    }
-
-    /// Takes room, unless that was done.
-    fn enter(&mut self, frame: &Frame, now: Millis) -> Result<(), ClaimError> {
-        if !self.has_room {
-            self.engine.enter(self.lane, frame, now)?;
-            self.has_room = true;
-        }
-        Ok(())
-    }
-
-    /// Puts the cell where `seen` was, with a token that is newer than that of whoever was there.
-    fn put(&mut self, seen: &Seen<'_>, now: Millis) -> Option<Met> {
-        let engine = self.engine;
-        let cell = self.owned.as_ref()?.cell();
+            let (cells, frame) = (&self.lane.cells, self.frame);
+            cells.make(hash, frame, fingerprint, now, deadline, due, self.guard)
+        });
         let token = engine.index.next_token();
-        cell.name_owner(token, now);
-        if !engine.index.put(seen, cell, &engine.slabs, self.guard) {
+        owned.cell().name_owner(token, now);
+        if !engine.index.put(seen, owned.cell(), &engine.slabs, self.guard) {
             return None;
         }
         if let What::Cell(old) = seen.what
@@ -658,29 +659,31 @@ impl Fresh<'_> {
         {
             record::Cells::retire(old, self.guard);
         }
+        self.counted = false;
+        self.has_room = false;
         self.owned.take().map(|owned| Met::Won(owned, token))
     }
 }
 
 impl Drop for Fresh<'_> {
     fn drop(&mut self) {
-        let Some(owned) = &self.owned else { return };
-        let cell = owned.cell();
-        loop {
+        if let Some(owned) = &self.owned {
+            let cell = owned.cell();
+            let mut word = cell.word();
+            while let Err(moved) = cell.swap(word, word.ended()) {
+                word = moved;
+            }
             // The sweep may have judged it, if this thread slept for a lease.
-            let word = cell.word();
-            if cell.swap(word, word.ended()).is_err() {
-                continue;
-            }
-            if word.kind() != Kind::Ended {
-                if self.has_room {
-                    self.engine.leave(self.lane, cell);
-                }
-                self.engine.landed(self.lane, word.kind());
-            }
+            self.counted &= word.kind() == Kind::InFlight;
+            self.has_room &= word.kind() != Kind::Ended;
             // No slot has ever named it.
             record::Cells::retire(cell, self.guard);
-            return;
+        }
+        if self.has_room {
+            self.engine.leave_frame(self.lane, self.frame);
+        }
+        if self.counted {
+            self.engine.landed(self.lane, Kind::InFlight);
         }
     }
 }
@@ -710,7 +713,10 @@ impl Engine {
 
     /// Gives the room of a claim back that is not done.
     fn leave(&self, lane: &Lane, cell: &Cell) {
-        let frame = cell.frame();
+        self.leave_frame(lane, cell.frame());
+    }
+
+    fn leave_frame(&self, lane: &Lane, frame: &Frame) {
         let account = Identity::from_frame(frame).account();
         self.room.leave(lane.number, account, self.room_of(frame));
     }

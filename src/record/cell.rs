@@ -237,6 +237,9 @@ impl Block {
     /// Gives cells back that nobody sees any more.
     fn give_back(&self, cells: u64) {
         for cell in self.cells.iter().filter(|cell| cells >> cell.number & 1 != 0) {
+            // The sweep looks at cells that are taken and not yet filled: a word of the last claim
+            // must not be taken for the next one's.
+            cell.state.store(Word::BLANK.bits(), Ordering::Relaxed);
             // SAFETY: retired long ago and not yet free: nobody else looks at it (invariant 1).
             cell.body.with_mut(|body| unsafe { (*body).frame = Frame::NONE });
         }
