@@ -70,7 +70,7 @@
 //! concurrency and rate, load shedding, time-outs, so that a replay costs none of them and a
 //! time-out is an outcome like another. A body limit outside works too (413).
 //!
-//! With axum use [`Router::layer`](axum::Router::layer) or `route_layer`, which run when the route is known. In one
+//! With axum use `Router::layer` or `route_layer`, which run when the route is known. In one
 //! `ServiceBuilder`, whatever is inside of this layer must take any request body ([`RequestBody`]),
 //! as tower's and tower-http's layers do; `axum::middleware::from_fn` takes only axum's: give it a
 //! `Router::layer` call of its own.
