@@ -291,7 +291,12 @@ impl Wait {
         match gift {
             Gift::LookAgain => None,
             Gift::Answer(answer) => Some(Settled::Answered(answer)),
-            Gift::Permit(number) => Some(Settled::Yours(self.pending.permit(number))),
+            // Unless it has been taken away since: work that is known to be lost is not begun.
+            Gift::Permit(number) => {
+                let Pending { engine, record, .. } = &self.pending;
+                let owns = engine.owns(record, number);
+                owns.then(|| Settled::Yours(self.pending.permit(number)))
+            }
         }
     }
 }

@@ -180,9 +180,12 @@ impl Engine {
         let now = self.now();
         let mut fired = Vec::new();
         let more = self.expiry.fired(now, &mut fired);
-        let looked_at = fired.len();
-        let reaped = fired.into_iter().map(|record| self.fire(&record, now)).filter(|it| *it);
-        Step { reaped: reaped.count(), looked_at, more }
+        let mut step = Step { reaped: 0, looked_at: fired.len(), more };
+        let mut unseen = Unseen { engine: self, records: fired.into_iter(), now };
+        while let Some(record) = unseen.records.next() {
+            step.reaped += usize::from(self.fire(&record, now));
+        }
+        step
     }
 
     /// Gives memory back that a burst has left behind (R26).
@@ -251,6 +254,24 @@ impl Engine {
     pub(super) fn count_end(&self, word: crate::record::word::Word) {
         if word.kind() != Kind::Ended {
             self.counters.expired.up();
+        }
+    }
+}
+
+/// Records whose timers have fired and that nobody has looked at yet. If a panic comes in between
+/// (a waker's, who is somebody else's), they get another timer: none is forgotten.
+struct Unseen<'a> {
+    engine: &'a Engine,
+    records: std::vec::IntoIter<Arc<Record>>,
+    now: Millis,
+}
+
+impl Drop for Unseen<'_> {
+    fn drop(&mut self) {
+        for record in self.records.by_ref() {
+            let mut parts = record.parts();
+            self.engine.expiry.cancel(&record, &mut parts);
+            self.engine.expiry.exactly(&record, &mut parts, self.now);
         }
     }
 }

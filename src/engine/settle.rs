@@ -1,7 +1,5 @@
 //! How a claim ends: complete, release, hold, renew, and what a lapse does (R8 to R12).
 
-use std::task::Waker;
-
 use crate::{
     clock::Millis,
     error::{Lost, LostCause},
@@ -11,7 +9,7 @@ use crate::{
         word::{Kind, View, Word},
     },
     sync::{Arc, Ordering},
-    waiters::Gift,
+    waiters::{Gift, call_all},
 };
 
 use super::Engine;
@@ -167,6 +165,11 @@ impl Engine {
         heir
     }
 
+    /// Whether this token can still settle the record.
+    pub(crate) fn owns(&self, record: &Record, token: u64) -> bool {
+        By::Owner(token).stale(record, record.word()).is_none()
+    }
+
     /// Shuts an identity because nobody knows whether the work was done.
     pub(crate) fn hold(&self, record: &Arc<Record>, token: u64) -> Result<(), Lost> {
         let now = self.now();
@@ -271,7 +274,7 @@ impl Engine {
         if before == 1 && self.draining.load(Ordering::SeqCst) {
             // Unlocked before they are called: a waker may ask whether the store is drained.
             let wakers = std::mem::take(&mut self.drained.lock().wakers);
-            wakers.into_values().for_each(Waker::wake);
+            call_all(wakers.into_values());
         }
     }
 

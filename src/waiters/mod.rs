@@ -15,6 +15,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     task::{Context, Poll, Waker},
 };
 
@@ -176,11 +177,10 @@ impl Waiters {
         let list = self.shard(record).lock().lists.remove(&address(record));
         let Some(list) = list else { return };
         self.exit(list.seats.len());
-        for seat in list.seats.into_values() {
-            if let Some(waker) = seat.give(gift()) {
-                waker.wake();
-            }
-        }
+        // All gifts first: a waker may panic, and no seat must be left without.
+        let wakers: Vec<Waker> =
+            list.seats.into_values().filter_map(|seat| seat.give(gift())).collect();
+        call_all(wakers);
     }
 
     /// Makes the oldest waiter of `record` its next owner. `hand_over` names the new owner in the
@@ -224,6 +224,19 @@ impl Waiters {
 
     fn exit(&self, seats: usize) {
         self.total.fetch_sub(seats, Ordering::Relaxed);
+    }
+}
+
+/// Calls all wakers, the oldest first, also if one of them panics; then it panics as that one did.
+pub(crate) fn call_all(wakers: impl IntoIterator<Item = Waker>) {
+    let mut panicked = None;
+    for waker in wakers {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| waker.wake())) {
+            panicked = Some(panic);
+        }
+    }
+    if let Some(panic) = panicked {
+        resume_unwind(panic);
     }
 }
 
