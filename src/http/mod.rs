@@ -82,9 +82,9 @@
 //! timers is needed, and the future panics without one, before anything ran.
 //!
 //! The first client gets the response as the handler made it. What is stored for the others leaves
-//! out what belongs to the connection or the moment (R16). Trailers are kept. A response that is too
-//! large or a stream is handed to the first client as it comes; if that client leaves, the body is
-//! dropped, and the identity stays "not kept" (R20).
+//! out what belongs to the connection or the moment (R16). Trailers are kept. A response that is
+//! too large or a stream is handed to the first client as it comes; if that client leaves, the body
+//! is dropped, and the identity stays "not kept" (R20).
 //!
 //! # Stopping
 //!
