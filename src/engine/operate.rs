@@ -182,7 +182,7 @@ impl Engine {
         let more = self.expiry.fired(now, &mut fired);
         let mut step = Step { reaped: 0, looked_at: fired.len(), more };
         let mut unseen = Unseen { engine: self, records: fired.into_iter(), now };
-        while let Some(record) = unseen.records.next() {
+        for record in unseen.records.by_ref() {
             step.reaped += usize::from(self.fire(&record, now));
         }
         step
