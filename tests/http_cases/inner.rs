@@ -390,14 +390,14 @@ async fn case_038_routes_that_share_a_tail_share_no_key(wire: Wire) {
         .nest("/a", inner())
         .nest("/{tenant}/b", inner())
         .layer(once.clone())
-        .nest("/c", inner().layer(once.clone()));
+        .nest("/{tenant}/c", inner().layer(once.clone()));
     let server = serve(app).await;
     for (nth, (path, endpoint)) in [
         ("/a/charges", "POST /a/charges"),
         ("/x/b/charges", "POST /{}/b/charges"),
-        ("/c/charges", "POST /c/charges"),
+        ("/x/c/charges", "POST /{}/c/charges"),
         ("/a/files/1/2", "POST /a/files/{*}"),
-        ("/c/files/1", "POST /c/files/{*}"),
+        ("/x/c/files/1", "POST /{}/c/files/{*}"),
     ]
     .into_iter()
     .enumerate()
@@ -409,7 +409,14 @@ async fn case_038_routes_that_share_a_tail_share_no_key(wire: Wire) {
         assert!(store.look_up(&of_route).is_some(), "{endpoint}");
     }
     // Another path or query of one route: a mismatch, never a replay.
-    for other in ["/y/b/charges", "/a/files/1/3", "/a/files/1/2?x", "/c/files/1/", "/a/charges?"] {
+    for other in [
+        "/y/b/charges",
+        "/y/c/charges",
+        "/a/files/1/3",
+        "/a/files/1/2?x",
+        "/x/c/files/1/",
+        "/a/charges?",
+    ] {
         let refused = wire.ask(&server, post(other, "k")).await;
         assert_eq!((refused.status, refused.problem().as_str()), (422, "key-reused"), "{other}");
     }

@@ -43,6 +43,7 @@ fn asked_for(runs: &Runs, gate: &Gate) -> Router {
 
 over_both! {
     case_116_waiting_needs_no_place_among_the_owners,
+    case_116_a_waiter_takes_no_place_from_others,
     case_116_a_hand_over_finds_the_place_of_the_owner_that_gave_up,
     case_008_an_owner_by_hand_over_outlives_its_client,
     case_116_more_waiters_than_allowed_are_told_at_once,
@@ -81,6 +82,28 @@ async fn case_116_waiting_needs_no_place_among_the_owners(wire: Wire) {
     until(|| once.stats().tasks == 0).await;
     gate.open();
     assert_eq!(wire.ask(&server, charge("other")).await.text(), "3");
+    idle(&once).await;
+}
+
+/// Whoever waits has given the place back that it came with.
+async fn case_116_a_waiter_takes_no_place_from_others(wire: Wire) {
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let once = layer(&store).max_tasks(2);
+    let server = serve(gated(&runs, &gate).layer(once.clone())).await;
+    let mut all = vec![wire.asking(&server, charge("k")).await];
+    gate.entered().await;
+    for waiters in 1..=3 {
+        all.push(wire.asking(&server, charge("k")).await);
+        until(|| store.stats().waiters == waiters).await;
+    }
+    all.push(wire.asking(&server, charge("other")).await);
+    gate.entered().await;
+    gate.open();
+    gate.open();
+    for reply in all {
+        assert_eq!(reply.await.unwrap().status, 201);
+    }
+    assert_eq!((runs.count(), once.stats().too_busy), (2, 0));
     idle(&once).await;
 }
 
