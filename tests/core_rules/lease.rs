@@ -651,6 +651,7 @@ fn r12_what_counts_is_what_was_captured_at_claim_time() {
 
 #[test]
 fn r12_a_permit_may_go_to_another_thread_and_outlive_the_store() {
+    let _watchdog = watchdog();
     let (store, _) = by_hand();
     let permit = store.claim(&id("k"), fp("")).won();
     let mut task = Task::listed(store.claim(&id("k"), fp("")).pending());

@@ -496,6 +496,7 @@ fn refused_not(store: &Store, key: &str) {
 
 #[test]
 fn r15_a_cap_of_zero_means_that_nobody_waits() {
+    let _watchdog = watchdog();
     for per_key in [true, false] {
         let (store, _) = by_hand_with(|builder| {
             if per_key { builder.max_waiters_per_key(0) } else { builder.max_waiters(0) }
