@@ -113,17 +113,14 @@ retry() {
 echo "1. The first attempt, cut off after $cut s"
 call first "$body" "$cut"
 first=$status
-case $failed in
-0) note "answered before the cut: nothing was lost, the retry must replay this answer" ;;
-28)
+case $failed:$first in
+0:2??) note "answered before the cut: nothing was lost, the retry must replay this answer" ;;
+28:*)
     [ "$sent" = yes ] || give_up "Cut off before the request was sent: give CUT more seconds."
     note "cut off: the client does not know whether the write was done"
     ;;
+0:*) give_up "The first attempt was refused with $first: check TOKEN, PATH and BODY." ;;
 *) give_up "No answer from $url: is the service running?" ;;
-esac
-case $failed:$first in
-0:2?? | 28:*) ;;
-*) give_up "The first attempt was refused with $first: check TOKEN, PATH and BODY." ;;
 esac
 first_failed=$failed
 
@@ -132,12 +129,12 @@ echo "2. The retry: same key, same body"
 retry retry
 case $failed:$status in
 0:2??) pass "an answer ($status)" ;;
-*) fail "no success: $status" ;;
+*) fail "no success but $status: the answer says why" ;;
 esac
 if [ "$(header retry "$replay_header")" = true ]; then
-    pass "marked $replay_header: true, so it did not run again"
+    pass "marked $replay_header: true, so the write did not run again"
 else
-    fail "not marked $replay_header: true, so it may have run again"
+    fail "not marked $replay_header: true, so the write may have run again"
 fi
 if [ "$first_failed" -eq 0 ]; then
     if [ "$first" = "$status" ] && cmp -s "$dir/first.body" "$dir/retry.body"; then

@@ -220,7 +220,11 @@ impl Pending {
                 Settled::Completed(Replay { answer: Answer { outcome, age, remaining } })
             }
             Gift::Answer(answer) => Settled::Answered(answer),
+            // Unless it has been taken away since: work that is known to be lost is not begun.
             Gift::Permit(owned, number) => {
+                if !engine.owns(&owned) {
+                    return None;
+                }
                 Settled::Yours(Permit::new(Arc::clone(&self.hold), owned, number))
             }
         })

@@ -7,6 +7,7 @@
 
 use std::{
     future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
         Arc, Barrier, Mutex, Weak,
@@ -513,6 +514,53 @@ fn r14_a_waker_that_is_replaced_may_end_what_it_likes() {
         Poll::Pending => panic!("it is completed"),
     }
     assert_eq!(task.poll().completed(), outcome("1"));
+}
+
+#[test]
+fn r14_a_waker_that_panics_keeps_the_others_from_nothing() {
+    let _watchdog = watchdog();
+    let (store, _) = by_hand();
+    let permit = store.claim(&id("k"), fp("")).won();
+    let mut tasks = vec![Task::listed(store.claim(&id("k"), fp("")).pending())];
+    let mut wait = store.claim(&id("k"), fp("")).pending().wait();
+    assert!(poll_with(&mut wait, &Hook::on_wake(|| panic!("seeded by the test"))).is_pending());
+    tasks.extend((0..3).map(|_| Task::listed(store.claim(&id("k"), fp("")).pending())));
+    let completed = catch_unwind(AssertUnwindSafe(|| permit.complete(outcome("1"))));
+    assert!(completed.is_err(), "the caller sees the panic");
+    for task in &mut tasks {
+        assert_eq!(task.wakes(), 1);
+        assert_eq!(task.poll().completed(), outcome("1"));
+    }
+    match poll_with(&mut wait, Waker::noop()) {
+        Poll::Ready(settled) => assert_eq!(settled.completed(), outcome("1")),
+        Poll::Pending => panic!("it is completed"),
+    }
+}
+
+#[test]
+fn r22_a_panic_in_the_middle_of_a_sweep_loses_no_timer() {
+    let _watchdog = watchdog();
+    let (store, clock) = by_hand();
+    let mut waits = Vec::new();
+    for n in 0..100 {
+        let name = n.to_string();
+        std::mem::forget(store.claim(&id(&name), fp("")).won());
+        let mut wait = store.claim(&id(&name), fp("")).pending().wait();
+        let panics = n % 10 == 0;
+        let waker = Hook::on_wake(move || assert!(!panics, "seeded by the test"));
+        assert!(poll_with(&mut wait, &waker).is_pending());
+        waits.push(wait);
+    }
+    clock.advance(LEASE);
+    let mut panics = 0;
+    while catch_unwind(AssertUnwindSafe(|| store.sweep())).is_err() {
+        panics += 1;
+    }
+    assert_eq!(panics, 10);
+    assert_eq!((store.stats().held, store.stats().in_flight, store.stats().waiters), (100, 0, 0));
+    clock.advance(DAY + SECOND);
+    assert_eq!(store.sweep().reaped, 100);
+    assert_eq!((store.stats().keys, store.stats().bytes), (0, 0));
 }
 
 #[test]

@@ -259,7 +259,7 @@ fn a_stop_lets_a_charge_end_whose_client_has_left() {
 }
 
 #[test]
-fn a_stop_answers_those_who_wait_and_takes_no_new_charges() {
+fn a_stop_takes_no_new_clients_and_answers_those_who_wait() {
     let service = Service::start(&[]);
     let path = "/charges?delay_ms=1500";
     let left = service.open("POST", path, ACME_K1, ORDER);
@@ -268,6 +268,11 @@ fn a_stop_answers_those_who_wait_and_takes_no_new_charges() {
     let waits = service.open("POST", path, ACME_K1, ORDER);
     service.until(r#""waiters":1"#);
     service.signal("TERM");
+    let end = Instant::now() + LONG;
+    while TcpStream::connect(service.address).is_ok() {
+        assert!(Instant::now() < end, "it still takes new clients");
+        thread::sleep(Duration::from_millis(5));
+    }
     let answer = Answer::parse(&read_all(waits));
     assert_eq!((answer.status, answer.header("idempotent-replayed")), (201, Some("true")));
     let (status, said) = service.wait();

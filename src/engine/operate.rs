@@ -144,7 +144,7 @@ impl Engine {
     /// as good as held, or anybody's.
     pub(crate) fn forget(&self, frame: &Frame, force: bool) -> Result<bool, Busy> {
         // Declared first: waiters are woken when nothing is locked any more.
-        let mut woken = Vec::new();
+        let mut woken = Woken::default();
         let _still = self.sweeping.lock();
         let guard = self.pin();
         let what = self.find(frame, &guard);
@@ -156,7 +156,7 @@ impl Engine {
         &self,
         what: What<'_>,
         force: bool,
-        woken: &mut Vec<Woken>,
+        woken: &mut Woken,
         guard: &Guard<'_>,
     ) -> Result<bool, Busy> {
         let lane = self.own_lane();
@@ -172,7 +172,7 @@ impl Engine {
                     Kind::InFlight if view == View::InFlight && !force => return Err(Busy),
                     Kind::InFlight | Kind::Held | Kind::NotKept => {
                         let Some(settled) = self.end(lane, cell, word, guard) else { continue };
-                        woken.push(settled);
+                        woken.join(settled);
                         if view == View::Lapsed {
                             lane.counters.lapsed.up();
                         }
@@ -209,7 +209,7 @@ impl Engine {
         let mut position = Some(0);
         while let Some(at) = position {
             // For each bucket, so that nothing is held back for long.
-            let mut woken = Vec::new();
+            let mut woken = Woken::default();
             let _still = self.sweeping.lock();
             let guard = self.pin();
             position = self.index.walk(at, &self.slabs, &guard, &mut |what| {

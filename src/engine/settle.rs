@@ -11,7 +11,7 @@ use crate::{
         word::{Kind, View, Word},
     },
     sync::{Ordering, between_seq_cst},
-    waiters::{Gift, Woken},
+    waiters::{Gift, Woken, call_all},
 };
 
 use super::Engine;
@@ -358,6 +358,15 @@ impl Engine {
         Self::lost(lane, cause, outcome)
     }
 
+    /// Whether the owner can still settle its claim; if not, its permit is used up.
+    pub(crate) fn owns(&self, owned: &Owned) -> bool {
+        let stale = By::Owner.stale(owned.cell().word()).is_some();
+        if stale {
+            self.let_go(owned.cell(), &self.pin());
+        }
+        !stale
+    }
+
     /// The permit is used up, and the claim is not in flight.
     fn let_go(&self, cell: &Cell, guard: &Guard<'_>) {
         let mut word = cell.word();
@@ -407,7 +416,7 @@ impl Engine {
         between_seq_cst();
         if self.draining.load(Ordering::SeqCst) && self.in_flight() == 0 {
             let wakers = std::mem::take(&mut self.drained.lock().wakers);
-            wakers.into_values().for_each(std::task::Waker::wake);
+            call_all(wakers.into_values());
         }
     }
 

@@ -45,7 +45,7 @@ impl Engine {
     /// Looks at a bounded number of claims and records whose time has come (R24).
     pub(crate) fn sweep_step(&self) -> Step {
         // Declared first: waiters are woken when nothing is locked any more.
-        let mut woken = Vec::new();
+        let mut woken = Woken::default();
         let mut turn = self.sweeping.lock();
         let now = self.now();
         let guard = self.pin();
@@ -130,7 +130,7 @@ impl Engine {
         cell: &Cell,
         now: Millis,
         reaped: &mut usize,
-        woken: &mut Vec<Woken>,
+        woken: &mut Woken,
         guard: &Guard<'_>,
     ) -> Option<Millis> {
         loop {
@@ -151,7 +151,7 @@ impl Engine {
                 View::Gone if word.kind() == Kind::Ended => return None,
                 View::Lapsed if self.lapse_holds(word) => {
                     // Its end is the next date.
-                    woken.push(self.hold_lapsed(lane, cell, word, now));
+                    woken.join(self.hold_lapsed(lane, cell, word, now));
                 }
                 View::Lapsed => {
                     // Waits for who takes it over, one of its waiters or a caller to come, until
@@ -161,7 +161,7 @@ impl Engine {
                         return Some(end);
                     }
                     if let Some(settled) = self.end(lane, cell, word, guard) {
-                        woken.push(settled);
+                        woken.join(settled);
                         lane.counters.lapsed.up();
                         lane.counters.expired.up();
                         *reaped += 1;
@@ -170,7 +170,7 @@ impl Engine {
                 }
                 View::Gone => {
                     if let Some(settled) = self.end(lane, cell, word, guard) {
-                        woken.push(settled);
+                        woken.join(settled);
                         lane.counters.expired.up();
                         *reaped += 1;
                         return None;

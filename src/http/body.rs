@@ -154,8 +154,10 @@ pin_project! {
 /// What comes behind the part that was buffered before the capture was given up (R20).
 pub(crate) enum Rest<B> {
     Body(Pin<Box<B>>),
-    /// The body broke off there.
+    /// The body broke off there. It yields once before it says so: a server that meets the error
+    /// right behind the bytes closes the connection without having sent them.
     Broken(BoxError),
+    BrokenNow(BoxError),
     End,
 }
 
@@ -215,13 +217,17 @@ where
                 }
                 let frame = match rest {
                     Rest::Body(body) => ready!(body.as_mut().poll_frame(cx)),
-                    Rest::Broken(_) => {
-                        let Rest::Broken(error) = std::mem::replace(rest, Rest::End) else {
-                            return Poll::Ready(None);
+                    ended => {
+                        return match std::mem::replace(ended, Rest::End) {
+                            Rest::Broken(error) => {
+                                *ended = Rest::BrokenNow(error);
+                                cx.waker().wake_by_ref();
+                                Poll::Pending
+                            }
+                            Rest::BrokenNow(error) => Poll::Ready(Some(Err(error))),
+                            Rest::Body(_) | Rest::End => Poll::Ready(None),
                         };
-                        return Poll::Ready(Some(Err(error)));
                     }
-                    Rest::End => return Poll::Ready(None),
                 };
                 if !matches!(frame, Some(Ok(_))) {
                     *rest = Rest::End;
@@ -239,7 +245,7 @@ where
                 prefix.is_none()
                     && match rest {
                         Rest::Body(body) => body.is_end_stream(),
-                        Rest::Broken(_) => false,
+                        Rest::Broken(_) | Rest::BrokenNow(_) => false,
                         Rest::End => true,
                     }
             }
@@ -255,7 +261,7 @@ where
                 let rest = match rest {
                     Rest::Body(body) => body.size_hint(),
                     // The length that was promised is not known any more.
-                    Rest::Broken(_) => SizeHint::new(),
+                    Rest::Broken(_) | Rest::BrokenNow(_) => SizeHint::new(),
                     Rest::End => SizeHint::with_exact(0),
                 };
                 let mut size = SizeHint::new();

@@ -49,9 +49,9 @@ impl Fingerprinting {
     /// count.
     ///
     /// This is the canonical form of RFC 8785 but for numbers, which are compared by their
-    /// literal text: 1 and 1.0 stay distinct, because a handler may tell them apart. The order of array
-    /// elements counts. A body that is no JSON, nests deeper than 32 levels or has a member twice
-    /// is compared byte for byte.
+    /// literal text: 1 and 1.0 stay distinct, because a handler may tell them apart. The order of
+    /// array elements counts. A body that is no JSON, nests deeper than 32 levels or has a member
+    /// twice is compared byte for byte.
     pub fn canonical_json() -> Self {
         Self::of_form(Form::Json)
     }

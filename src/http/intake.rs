@@ -1,4 +1,4 @@
-//! The request body comes in: limited in size, in time, and in what all of them hold together (R19).
+//! The request body comes in: limited in size, in time, and in what all hold together (R19).
 //!
 //! Ground rules:
 //!

@@ -70,7 +70,7 @@
 //! concurrency and rate, load shedding, time-outs, so that a replay costs none of them and a
 //! time-out is an outcome like another. A body limit outside works too (413).
 //!
-//! With axum use [`Router::layer`](axum::Router::layer) or `route_layer`, which run when the route is known. In one
+//! With axum use `Router::layer` or `route_layer`, which run when the route is known. In one
 //! `ServiceBuilder`, whatever is inside of this layer must take any request body ([`RequestBody`]),
 //! as tower's and tower-http's layers do; `axum::middleware::from_fn` takes only axum's: give it a
 //! `Router::layer` call of its own.
@@ -82,9 +82,9 @@
 //! timers is needed, and the future panics without one, before anything ran.
 //!
 //! The first client gets the response as the handler made it. What is stored for the others leaves
-//! out what belongs to the connection or the moment (R16). Trailers are kept. A response that is too
-//! large or a stream is handed to the first client as it comes; if that client leaves, the body is
-//! dropped, and the identity stays "not kept" (R20).
+//! out what belongs to the connection or the moment (R16). Trailers are kept. A response that is
+//! too large or a stream is handed to the first client as it comes; if that client leaves, the body
+//! is dropped, and the identity stays "not kept" (R20).
 //!
 //! # Stopping
 //!

@@ -125,8 +125,8 @@ setters! {
     /// 10 s, which is longer than most handlers take and shorter than most clients wait.
     wait_limit(limit: Duration) => |policy| policy.wait_limit = limit;
 
-    /// How far a client may raise the wait limit by `Prefer: wait=N` (R13). Default: 60 s, the usual
-    /// patience of a proxy. A cap below the limit counts as the limit.
+    /// How far a client may raise the wait limit by `Prefer: wait=N` (R13). Default: 60 s, the
+    /// usual patience of a proxy. A cap below the limit counts as the limit.
     wait_cap(cap: Duration) => |policy| policy.wait_cap = cap;
 
     /// The largest request body, in bytes; a larger one gets 413 (R19). Default: 1 MiB.
@@ -135,8 +135,8 @@ setters! {
     /// How long a request body may take to arrive; a slower one gets 408 (R19). Default: 30 s.
     read_limit(limit: Duration) => |policy| policy.read_limit = limit;
 
-    /// The largest response body that is kept, in bytes; a larger one goes to the first client alone
-    /// (R20). Default: 1 MiB.
+    /// The largest response body that is kept, in bytes; a larger one goes to the first client
+    /// alone (R20). Default: 1 MiB.
     max_response(bytes: usize) => |policy| policy.max_response = bytes;
 
     /// How long a response body of unknown size is buffered before it counts as a stream, which is

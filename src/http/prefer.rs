@@ -1,9 +1,9 @@
 //! `Prefer: wait=N` (RFC 7240): how long this client wants to wait (R13).
 //!
-//! Only what the rule needs is read. A preference is `token [ "=" word ] *( ";" parameter )`, a word
-//! is a token or a quoted string, and preferences are joined by commas or spread over lines. Of a
-//! preference that comes more than once the first counts; one that cannot be read counts as not
-//! sent, because RFC 7240 forbids to fail for it.
+//! Only what the rule needs is read. A preference is `token [ "=" word ] *( ";" parameter )`, a
+//! word is a token or a quoted string, and preferences are joined by commas or spread over lines.
+//! Of a preference that comes more than once the first counts; one that cannot be read counts as
+//! not sent, because RFC 7240 forbids to fail for it.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ fn split(mut rest: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// `10` or `"10"`. More seconds than a `u64` holds are as many as it holds: the cap cuts them anyway.
+/// `10` or `"10"`. More seconds than a `u64` holds are as many as it holds: the cap cuts them.
 fn seconds(word: &[u8]) -> Option<Duration> {
     let word = word.trim_ascii();
     let digits =

@@ -15,6 +15,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     task::{Context, Poll, Waker},
 };
 
@@ -128,9 +129,29 @@ impl Shard {
 #[must_use = "it wakes when it is dropped"]
 pub(crate) struct Woken(Vec<Waker>);
 
+impl Woken {
+    /// These and those.
+    pub(crate) fn join(&mut self, mut others: Self) {
+        self.0.append(&mut others.0);
+    }
+}
+
 impl Drop for Woken {
     fn drop(&mut self) {
-        self.0.drain(..).for_each(Waker::wake);
+        call_all(self.0.drain(..));
+    }
+}
+
+/// Calls all wakers, the oldest first, also if one of them panics; then it panics as that one did.
+pub(crate) fn call_all(wakers: impl IntoIterator<Item = Waker>) {
+    let mut panicked = None;
+    for waker in wakers {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| waker.wake())) {
+            panicked = Some(panic);
+        }
+    }
+    if let Some(panic) = panicked.filter(|_| !std::thread::panicking()) {
+        resume_unwind(panic);
     }
 }
 
@@ -245,7 +266,7 @@ impl Waiters {
         &self,
         now: Millis,
         deadline: impl Fn(&Cell) -> Option<Millis>,
-        woken: &mut Vec<Woken>,
+        woken: &mut Woken,
     ) -> Option<Millis> {
         if self.total() == 0 {
             return None;
@@ -265,7 +286,9 @@ impl Waiters {
                 }
             }
             drop(shard);
-            woken.extend(lapsed.into_iter().map(|list| self.settle(list, || Gift::LookAgain)));
+            for list in lapsed {
+                woken.join(self.settle(list, || Gift::LookAgain));
+            }
         }
         next
     }

@@ -11,8 +11,8 @@ use std::{
 };
 
 use oncekey::{
-    Abandon, Claim, EntryState, Lapse, Lost, LostCause, ManualClock, Outcome, Permit, Resolution,
-    ResolveError, Settled, Store,
+    Abandon, Claim, EntryState, Fingerprint, Lapse, Lost, LostCause, ManualClock, Outcome, Permit,
+    Resolution, ResolveError, Scheme, Settled, Store,
 };
 
 use crate::common::*;
@@ -339,7 +339,7 @@ fn r10_a_takeover_by_another_body_is_a_mismatch() {
 fn r10_a_takeover_takes_the_very_record_that_was_seen() {
     // The owner shows a sign of life at the moment of the takeover: exactly one of them succeeds.
     let _watchdog = watchdog();
-    let rounds = if cfg!(debug_assertions) { 5_000 } else { 50_000 };
+    let rounds = if cfg!(debug_assertions) { 2_000 } else { 50_000 };
     let (store, clock) = taking_over();
     let barrier = Barrier::new(2);
     let taken_over = AtomicBool::new(false);
@@ -371,8 +371,105 @@ fn r10_a_takeover_takes_the_very_record_that_was_seen() {
             barrier.wait();
         }
     });
-    let stats = store.stats();
-    assert!(stats.taken_over > 0 && stats.lost > 0 && stats.in_flight == 0, "{stats:?}");
+    // Who comes first is up to the machine.
+    assert_eq!((store.stats().keys, store.stats().in_flight), (0, 0));
+}
+
+/// Has `act` happen between the look of a claim at a lapsed record and its judgement: the claim
+/// asks there for its fingerprint by the scheme of the record.
+fn in_the_middle_of_a_claim(
+    on_lapse: Lapse,
+    act: impl FnOnce(&Store, Permit) -> Option<Permit>,
+    check: impl FnOnce(&Store, Claim, Option<Permit>),
+) {
+    let (store, clock) = by_hand_with(|builder| builder.on_lapse(on_lapse));
+    let by = |name| Fingerprint::builder(Scheme::named(name)).finish();
+    let mut owner = Some((act, store.claim(&id("k"), by("old")).won()));
+    clock.advance(LEASE);
+    let mut left = None;
+    let claim = store.claim_with(&id("k"), by("new"), |_| {
+        if let Some((act, permit)) = owner.take() {
+            left = act(&store, permit);
+        }
+        Some(by("old"))
+    });
+    check(&store, claim.unwrap(), left);
+    assert_eq!((store.stats().in_flight, store.stats().waiters), (0, 0));
+}
+
+#[test]
+fn r10_a_sign_of_life_in_the_middle_of_a_judgement_wins() {
+    for on_lapse in [Lapse::Hold, Lapse::TakeOver] {
+        for attends in [false, true] {
+            let sign = |_: &Store, permit: Permit| {
+                if attends { permit.attend() } else { permit.renew() }.unwrap();
+                Some(permit)
+            };
+            in_the_middle_of_a_claim(on_lapse, sign, |store, claim, owner| {
+                assert!(matches!(claim, Claim::InFlight(_)), "{on_lapse:?}: {claim:?}");
+                owner.unwrap().complete(outcome("1")).unwrap();
+                assert_eq!((store.stats().lapsed, store.stats().held), (0, 0));
+            });
+        }
+    }
+}
+
+#[test]
+fn r10_an_end_in_the_middle_of_a_judgement_wins() {
+    for on_lapse in [Lapse::Hold, Lapse::TakeOver] {
+        let complete = |_: &Store, permit: Permit| {
+            permit.complete(outcome("1")).unwrap();
+            None
+        };
+        in_the_middle_of_a_claim(on_lapse, complete, |_, claim, _| match claim {
+            Claim::Replay(replay) => assert_eq!(replay.outcome(), &outcome("1")),
+            other => panic!("{on_lapse:?}: {other:?}"),
+        });
+        let hold = |_: &Store, permit: Permit| {
+            permit.hold().unwrap();
+            None
+        };
+        in_the_middle_of_a_claim(on_lapse, hold, |store, claim, _| {
+            assert!(matches!(claim, Claim::Held), "{on_lapse:?}: {claim:?}");
+            assert_eq!((store.stats().held, store.stats().lapsed), (1, 0));
+        });
+        let release = |_: &Store, permit: Permit| {
+            permit.release().unwrap();
+            None
+        };
+        in_the_middle_of_a_claim(on_lapse, release, |_, claim, _| match claim {
+            Claim::Won(permit) => permit.release().unwrap(),
+            other => panic!("{on_lapse:?}: {other:?}"),
+        });
+        let forget = |store: &Store, permit: Permit| {
+            assert!(store.forget_forced(&id("k")));
+            Some(permit)
+        };
+        in_the_middle_of_a_claim(on_lapse, forget, |_, claim, old| match claim {
+            Claim::Won(permit) => {
+                assert!(old.unwrap().complete(outcome("1")).is_err());
+                permit.release().unwrap();
+            }
+            other => panic!("{on_lapse:?}: {other:?}"),
+        });
+    }
+}
+
+#[test]
+fn r10_of_two_takeovers_of_one_claim_one_wins() {
+    let other = |store: &Store, permit: Permit| {
+        let by_old = Fingerprint::builder(Scheme::named("old")).finish();
+        store.claim(&id("k"), by_old).won().complete(outcome("2")).unwrap();
+        Some(permit)
+    };
+    in_the_middle_of_a_claim(Lapse::TakeOver, other, |store, claim, old| {
+        match claim {
+            Claim::Replay(replay) => assert_eq!(replay.outcome(), &outcome("2")),
+            other => panic!("{other:?}"),
+        }
+        assert!(old.unwrap().complete(outcome("1")).is_err());
+        assert_eq!((store.stats().taken_over, store.stats().won), (1, 2));
+    });
 }
 
 #[test]
@@ -554,6 +651,7 @@ fn r12_what_counts_is_what_was_captured_at_claim_time() {
 
 #[test]
 fn r12_a_permit_may_go_to_another_thread_and_outlive_the_store() {
+    let _watchdog = watchdog();
     let (store, _) = by_hand();
     let permit = store.claim(&id("k"), fp("")).won();
     let mut task = Task::listed(store.claim(&id("k"), fp("")).pending());

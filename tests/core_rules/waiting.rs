@@ -298,6 +298,22 @@ fn r14_the_last_heir_that_is_gone_leaves_the_identity_free() {
 }
 
 #[test]
+fn r14_an_heir_whose_claim_was_taken_away_begins_no_work() {
+    let (store, _) = by_hand();
+    let permit = store.claim(&id("k"), fp("")).won();
+    let mut heirs: Vec<_> = (0..3).map(|_| listed(&store, "k")).collect();
+    permit.release().unwrap();
+    assert_eq!(heirs[0].wakes(), 1);
+    // Before it looks, an operator forgets the identity and somebody else runs.
+    assert!(store.forget_forced(&id("k")));
+    store.claim(&id("k"), fp("")).won().complete(outcome("2")).unwrap();
+    assert_eq!(heirs[0].poll().completed(), outcome("2"));
+    assert_eq!(heirs.remove(1).wait.into_pending().unwrap().age(), Duration::ZERO);
+    assert_eq!(heirs[1].poll().completed(), outcome("2"));
+    assert_eq!((store.stats().lost, store.stats().won), (0, 3));
+}
+
+#[test]
 fn r14_an_answer_goes_to_those_who_wait_and_to_nobody_else() {
     let _watchdog = watchdog();
     let (store, _) = by_hand();
@@ -480,6 +496,7 @@ fn refused_not(store: &Store, key: &str) {
 
 #[test]
 fn r15_a_cap_of_zero_means_that_nobody_waits() {
+    let _watchdog = watchdog();
     for per_key in [true, false] {
         let (store, _) = by_hand_with(|builder| {
             if per_key { builder.max_waiters_per_key(0) } else { builder.max_waiters(0) }

@@ -164,12 +164,13 @@ impl Promises {
         let owner = Call { path: "/charges?delay_ms=1000", key: Some("order-3"), ..slow };
         let running = tokio::spawn(owner.send(self.service.address));
         self.requests += 1;
-        self.note(".", "the first attempt with order-3 is running");
+        self.note(".", "a first attempt with order-3 is running");
         self.until_running(3).await;
         let hasty = self.call(&Call { prefer: Some("wait=0"), ..owner }).await?;
         let after = hasty.header("retry-after").and_then(|after| after.parse::<u32>().ok());
         self.promise("409, and a time to come back", hasty.is(409) && after >= Some(1));
         let owner = running.await.map_err(io::Error::other)??;
+        self.note(".", "and the first attempt gets");
         self.show_answer(&owner);
         self.promise("the first attempt is not disturbed", owner.is(201) && !owner.replayed());
 
@@ -207,7 +208,9 @@ impl Promises {
         while let Some(answer) = tasks.join_next().await {
             answers.push(answer.map_err(io::Error::other)??);
         }
-        self.show_answer(&answers[0]);
+        if let Some(answer) = answers.first() {
+            self.show_answer(answer);
+        }
         Ok(answers)
     }
 
@@ -247,7 +250,7 @@ impl Promises {
             }
         }
         for line in folded(&answer.body) {
-            self.note("<", &line);
+            self.note("<", line.trim_end());
         }
     }
 
@@ -270,18 +273,20 @@ impl Promises {
     }
 }
 
-/// JSON in lines that fit a terminal, broken between its members.
+/// JSON in lines that fit a terminal: broken before a member, and in a long one between words.
 fn folded(json: &str) -> Vec<String> {
-    let mut members = json.split(",\"");
-    let mut lines = Vec::from_iter(members.next().map(str::to_owned));
-    for member in members {
-        match lines.last_mut() {
-            Some(line) if line.len() + member.len() <= 92 => *line += &format!(",\"{member}"),
-            Some(line) => {
-                line.push(',');
-                lines.push(format!(" \"{member}"));
+    const WIDTH: usize = 92;
+    let mut lines = vec![String::new()];
+    for member in json.replace(",\"", ",\n\"").lines() {
+        let fits = lines.last().is_some_and(|line| line.len() + member.len() <= WIDTH);
+        if !fits {
+            lines.push(" ".to_owned());
+        }
+        for word in member.split_inclusive(' ') {
+            match lines.last_mut() {
+                Some(line) if line.len() + word.len() <= WIDTH => line.push_str(word),
+                _ => lines.push(format!("  {word}")),
             }
-            None => {}
         }
     }
     lines

@@ -35,7 +35,7 @@ pub(crate) struct Payments {
     closing: watch::Receiver<bool>,
 }
 
-/// The business: who was charged how much. The newest 100,000 charges are kept.
+/// The business: who was charged how much. The newest 10,000 charges are kept.
 struct Ledger {
     /// Differs at each start, so that a charge made after a restart cannot look like an old one.
     start: u32,
@@ -144,7 +144,9 @@ fn bearer(headers: &HeaderMap) -> Option<Account> {
 }
 
 /// `POST /charges`. A refused body is a 400, which is not kept: the client may correct the body
-/// and use the same key again. From the charge on, whatever is answered is kept.
+/// and use the same key again. The 201 is kept. So are most statuses, but not those that say
+/// "refused before the work", such as 429 and 503: a handler that must answer one of them although
+/// it has charged adds `oncekey::http::Keep` to its response. `respond` does not, to show it.
 async fn create_charge(
     State(payments): State<Arc<Payments>>,
     Extension(account): Extension<Account>,
@@ -166,7 +168,8 @@ async fn create_charge(
         None => {}
     }
     if experiment.stream {
-        return Ok(endless(charge, payments.closing.clone()));
+        let status = experiment.respond.unwrap_or(StatusCode::OK);
+        return Ok((status, endless(charge, payments.closing.clone())).into_response());
     }
     let status = experiment.respond.unwrap_or(StatusCode::CREATED);
     let location = [(header::LOCATION, format!("/charges/{}", charge.id))];
@@ -212,7 +215,7 @@ async fn stats(State(payments): State<Arc<Payments>>) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
-/// An event at once and each 200 ms, until the client leaves or the service stops.
+/// An event at once and then each 200 ms, until the client leaves or the service stops.
 fn endless(charge: Arc<Charge>, closing: watch::Receiver<bool>) -> Response {
     let events = stream::unfold((0_u64, closing), move |(tick, mut closing)| {
         let event = Event::default().data(format!(r#"{{"id":"{}","tick":{tick}}}"#, charge.id));
@@ -236,7 +239,7 @@ fn problem(status: StatusCode, detail: &str) -> Response {
 }
 
 impl Ledger {
-    const LIMIT: usize = 100_000;
+    const LIMIT: usize = 10_000;
 
     fn new() -> Self {
         let start = RandomState::new().hash_one("start") as u32;

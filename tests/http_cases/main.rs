@@ -1,0 +1,118 @@
+//! Public fault reports, played over sockets; each test carries the number of its case.
+//!
+//! A case that says "after 50 ms" is told here by events: while the handler is known to run, while
+//! a duplicate is known to wait, once the server is known to have seen the client leave. Where a
+//! limit must be seen to end something, it is set to next to nothing; where it must not, out of
+//! reach. Unless a case is about one protocol, it runs over HTTP/1.1 and over HTTP/2.
+#![cfg(feature = "axum")]
+#![allow(unreachable_pub, reason = "a test program exports nothing")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/http.rs"]
+mod sockets;
+#[macro_use]
+mod wire;
+
+mod answers;
+mod bodies;
+mod framing;
+mod inner;
+mod keys;
+mod owners;
+mod pressure;
+mod replays;
+
+use axum::{Router, http::StatusCode, response::IntoResponse, routing::post};
+use http::{Request, Response};
+use hyper::body::Incoming;
+use oncekey::{
+    Identity, Store,
+    http::{BoxError, IdempotencyLayer},
+};
+use tower::{Service, load_shed::error::Overloaded};
+
+use crate::{
+    common::LONG,
+    sockets::{Gate, Runs, Server, serve_service},
+};
+
+/// A store at its defaults.
+fn store() -> Store {
+    Store::builder().build().unwrap()
+}
+
+/// A layer for one tenant that waits as long as the test runs.
+fn layer(store: &Store) -> IdempotencyLayer {
+    IdempotencyLayer::single_tenant(store.clone()).wait_limit(LONG)
+}
+
+/// `POST /charges` behind a gate; the answer says which run it was.
+fn gated(runs: &Runs, gate: &Gate) -> Router {
+    let (runs, gate) = (runs.clone(), gate.clone());
+    charges(move || {
+        let (runs, gate) = (runs.clone(), gate.clone());
+        async move {
+            let run = runs.up();
+            gate.pass().await;
+            (StatusCode::CREATED, [("location", format!("/charges/{run}"))], run.to_string())
+        }
+    })
+}
+
+/// `POST /charges`, which says how often it ran.
+fn counting(runs: &Runs) -> Router {
+    let runs = runs.clone();
+    charges(move || std::future::ready((StatusCode::CREATED, runs.up().to_string())))
+}
+
+/// `POST /charges` with a handler that looks at nothing.
+fn charges<H, F>(handler: H) -> Router
+where
+    H: FnOnce() -> F + Clone + Send + Sync + 'static,
+    F: Future<Output: IntoResponse> + Send + 'static,
+{
+    Router::new().route("/charges", post(handler))
+}
+
+/// The identity of `POST /charges` under the one account of a single tenant.
+fn charge(key: &str) -> Identity<'_> {
+    Identity::new("", "POST /charges", key).unwrap()
+}
+
+/// Serves a stack of tower services whose errors become 502, or 503 for shed load.
+async fn serve_fallible<S, R>(stack: S) -> Server
+where
+    S: Service<Request<Incoming>, Response = Response<R>> + Clone + Send + Sync + 'static,
+    S::Error: Into<BoxError> + Send,
+    S::Future: Send,
+    Response<R>: IntoResponse,
+    R: Send + 'static,
+{
+    let answer = |error: S::Error| async {
+        let error = error.into();
+        let is_shed = error.is::<Overloaded>();
+        let status =
+            if is_shed { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::BAD_GATEWAY };
+        (status, error.to_string())
+    };
+    serve_service(axum::error_handling::HandleError::new(stack, answer)).await
+}
+
+/// Nothing is at work, nobody waits, no byte of a request is held.
+#[track_caller]
+fn assert_idle(layer: &IdempotencyLayer) {
+    let (store, http) = (layer.store().stats(), layer.stats());
+    assert_eq!((store.in_flight, store.waiters), (0, 0), "{store:?}");
+    assert_eq!((http.tasks, http.buffered), (0, 0), "{http:?}");
+}
+
+/// As [`assert_idle`], once the tasks and connections that still run have come to their ends.
+async fn idle(layer: &IdempotencyLayer) {
+    sockets::until(|| {
+        let (store, http) = (layer.store().stats(), layer.stats());
+        [store.in_flight, store.waiters, http.tasks, http.buffered] == [0; 4]
+    })
+    .await;
+}
