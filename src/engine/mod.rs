@@ -24,7 +24,12 @@ mod sweep;
 pub(crate) use hold::Hold;
 pub(crate) use settle::{By, Finish};
 
-use std::{collections::BTreeMap, hash::BuildHasher, task::Waker, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    hash::BuildHasher,
+    task::Waker,
+    time::Duration,
+};
 
 use crate::{
     capacity::{Drew, Refusal, Room},
@@ -101,6 +106,9 @@ pub(crate) struct Engine {
     draining: AtomicBool,
     /// Who waits for the end of a drain.
     drained: Mutex<Drained>,
+    /// Wakers that a sweep has still to call. A list of the store's own, so that a waker that panics
+    /// keeps no other from being called by the next sweep.
+    unwoken: Mutex<VecDeque<Waker>>,
     /// Held by the one thread that sweeps.
     sweeping: Mutex<sweep::Turn>,
     /// The slabs' number at which all tables were young (invariant 5 of the index).
@@ -235,6 +243,7 @@ impl Engine {
             owner: std::hash::RandomState::new().hash_one(std::process::id()),
             draining: AtomicBool::new(false),
             drained: Mutex::default(),
+            unwoken: Mutex::default(),
             sweeping: Mutex::default(),
             renewed: AtomicU64::new(0),
             next_due: AtomicU64::new(0),

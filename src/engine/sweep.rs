@@ -44,7 +44,17 @@ pub(super) struct Turn {
 impl Engine {
     /// Looks at a bounded number of claims and records whose time has come (R24).
     pub(crate) fn sweep_step(&self) -> Step {
-        // Declared first: waiters are woken when nothing is locked any more.
+        let (step, woken) = self.sweep_silently();
+        self.unwoken.lock().extend(woken.take());
+        // Nothing is locked: a waker may call the store.
+        loop {
+            let waker = self.unwoken.lock().pop_front();
+            let Some(waker) = waker else { return step };
+            waker.wake();
+        }
+    }
+
+    fn sweep_silently(&self) -> (Step, Woken) {
         let mut woken = Woken::default();
         let mut turn = self.sweeping.lock();
         let now = self.now();
@@ -95,7 +105,7 @@ impl Engine {
         let ended = self.lanes.iter().map(|lane| lane.counters.ended()).fold(0, u64::wrapping_add);
         turn.gone += ended.wrapping_sub(turn.ended);
         turn.ended = ended;
-        step
+        (step, woken)
     }
 
     /// Whether nothing is in the store; if so, the next claim rings the alarm.

@@ -130,6 +130,11 @@ impl Shard {
 pub(crate) struct Woken(Vec<Waker>);
 
 impl Woken {
+    /// Not to be called here.
+    pub(crate) fn take(mut self) -> Vec<Waker> {
+        std::mem::take(&mut self.0)
+    }
+
     /// These and those.
     pub(crate) fn join(&mut self, mut others: Self) {
         self.0.append(&mut others.0);
