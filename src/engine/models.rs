@@ -225,7 +225,7 @@ fn loom_claim_against_growth() {
 
 #[test]
 fn loom_two_helpers_of_one_bucket_and_a_claim() {
-    model(BOUND, || {
+    model(1, || {
         let world = World::new(Lapse::TakeOver);
         world.fill("a");
         world.fill("b");
@@ -582,7 +582,7 @@ fn loom_observe_against_complete() {
 #[test]
 fn loom_complete_while_the_bucket_moves() {
     roles(
-        BOUND,
+        1,
         Lapse::TakeOver,
         |world| {
             let owned = world.win("a");
