@@ -354,6 +354,9 @@ impl Cells {
         let bit = 1 << cell.number;
         if cell.word().is_ghost() {
             block.ghosts.fetch_sub(1, Ordering::Relaxed);
+            // The sweep finds cells without an index. If it still meets a ghost, its guard is older
+            // than this, and the cell waits for it.
+            cell.state.store(Word::BLANK.bits(), Ordering::Release);
         }
         // AcqRel, partner of the swap in `flush`: who flushes has what this thread did.
         let before = block.retired.fetch_or(bit, Ordering::AcqRel);
