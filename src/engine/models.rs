@@ -653,11 +653,13 @@ fn loom_release_while_the_bucket_moves() {
         |world, owned| {
             assert!(world.release(&owned[0]));
             assert!(world.observe("a").is_none());
+            assert_eq!(won(&world.claim("a")), 1);
+            assert!(matches!(world.observe("a"), Some(Met::InFlight(_))), "older than the own win");
         },
         |world| won(&world.claim("d")),
         |world, (), won_d| {
             assert_eq!(won_d, 1);
-            assert_eq!(won(&world.claim("a")), 1);
+            assert!(matches!(world.claim("a"), Met::InFlight(_)));
         },
     );
 }
