@@ -330,7 +330,11 @@ where
                 }
             })?;
             capture::let_frame(&mut head.headers);
-            ResponseBody::buffered(data, trailers)
+            if reply::has_no_body(status) {
+                ResponseBody::without_content()
+            } else {
+                ResponseBody::buffered(data, trailers)
+            }
         }
         Captured::Open { prefix, rest } => {
             owner.settle(without_answer)?;
