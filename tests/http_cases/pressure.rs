@@ -1,8 +1,9 @@
 //! Too much of everything: owners, waiters, bytes, keys; and a server that is about to stop.
 
 use std::{
+    convert::Infallible,
     pin::pin,
-    sync::{Arc, mpsc},
+    sync::{Arc, Mutex, mpsc},
     task::{Context, Poll, Wake, Waker},
     thread::{self, ThreadId},
     time::Duration,
@@ -18,7 +19,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use oncekey::{
     Abandon, Store,
-    http::{Problem, RequestBody},
+    http::{Fingerprinting, Problem, RequestBody},
 };
 use tower::{Layer, Service};
 
@@ -442,6 +443,47 @@ async fn case_116_a_hand_over_finds_the_place_however_quick_the_heir_is() {
     assert_eq!(heir.await.unwrap().unwrap().status(), 400);
     assert_eq!((runs.count(), once.stats().too_busy), (2, 0));
     idle(&once).await;
+}
+
+/// A replay that takes its time, here to make its fingerprint by an earlier scheme, takes no place
+/// among the owners meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn case_116_a_replay_takes_no_place_among_the_owners() {
+    let _watchdog = crate::common::watchdog();
+    let (store, runs) = (store(), Runs::default());
+    let handler = {
+        let runs = runs.clone();
+        tower::service_fn(move |_: Request<RequestBody<Full<Bytes>>>| {
+            runs.up();
+            std::future::ready(Ok::<_, Infallible>(http::Response::new(Full::<Bytes>::default())))
+        })
+    };
+    let before = Fingerprinting::custom("before", |_, body| body.to_vec());
+    let ((entered, has_entered), (open, is_open)) = (mpsc::channel(), mpsc::channel::<()>());
+    let is_open = Mutex::new(is_open);
+    let slow = Fingerprinting::custom("before", move |_, body| {
+        entered.send(()).unwrap();
+        is_open.lock().unwrap().recv().unwrap();
+        body.to_vec()
+    });
+    let once = layer(&store).operation_name("charge");
+    let mut earlier = once.clone().fingerprint(before).layer(handler.clone());
+    let now = once.also_accept(slow).max_tasks(1);
+    let mut service = now.layer(handler);
+    let request = |key: &'static str| {
+        let request = Request::post("/").header("idempotency-key", key);
+        request.body(Full::<Bytes>::from("{}")).unwrap()
+    };
+    let first = earlier.call(request("k")).await.unwrap();
+    assert_eq!(first.status(), 200);
+    let again = on_a_thread_of_its_own(service.call(request("k")));
+    tokio::task::spawn_blocking(move || has_entered.recv().unwrap()).await.unwrap();
+    assert_eq!(service.call(request("other")).await.unwrap().status(), 200);
+    open.send(()).unwrap();
+    let again = again.await.unwrap().unwrap();
+    assert_eq!(again.headers()["idempotent-replayed"], "true");
+    assert_eq!((runs.count(), now.stats().too_busy), (2, 0));
+    idle(&now).await;
 }
 
 /// Polls `future` on a thread of its own. Whoever wakes it waits until it has been polled.
