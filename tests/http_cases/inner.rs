@@ -111,6 +111,7 @@ over_both! {
     case_111_the_instance_that_was_made_ready_is_the_one_that_is_called,
     case_111_a_buffer_inside_is_made_ready,
     case_111_only_runs_take_the_inner_permit,
+    case_111_a_replay_does_not_wait_for_the_service_inside,
     case_111_shed_load_leaves_no_trace,
     case_011_wherever_the_service_panics_the_key_is_settled,
     case_011_a_stream_that_panics_stays_not_kept,
@@ -196,6 +197,26 @@ async fn case_111_only_runs_take_the_inner_permit(wire: Wire) {
     assert_replay(&waiter.await.unwrap(), &first);
     let queued = wire.ask(&server, charge("queued")).await;
     assert!(queued.is_replay() && queued.text() == "3");
+    idle(&once).await;
+}
+
+/// The layer itself is ready though the service inside is not.
+async fn case_111_a_replay_does_not_wait_for_the_service_inside(wire: Wire) {
+    let (runs, gate) = (Runs::default(), Gate::new());
+    let once = layer(&store()).operation_name("charge");
+    let stack = ServiceBuilder::new()
+        .layer(once.clone())
+        .layer(ConcurrencyLimitLayer::new(1))
+        .service(handler(&runs, &gate));
+    let server = serve_fallible(stack).await;
+    let old = wire.ask(&server, charge("old")).await;
+    let first = wire.asking(&server, charge("k").field("X-Wait", "1")).await;
+    gate.entered().await;
+    assert_replay(&wire.ask(&server, charge("old")).await, &old);
+    assert_eq!(wire.ask(&server, charge("old").body("other")).await.problem(), "key-reused");
+    assert_eq!(wire.ask(&server, charge("a b")).await.problem(), "key-invalid");
+    gate.open();
+    assert_eq!(first.await.unwrap().text(), "2");
     idle(&once).await;
 }
 
