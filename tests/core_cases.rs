@@ -266,37 +266,43 @@ fn case_027_a_leaked_permit_wakes_its_waiters_at_the_end_of_the_lease_without_tr
     let _watchdog = watchdog();
     let runtime = runtime();
     for on_lapse in [Lapse::Hold, Lapse::TakeOver] {
-        // A tick that is far longer than the test: the waiters do not depend on it.
-        let builder = Store::builder().lease(100 * MS).tick(LONG).on_lapse(on_lapse);
-        let store = builder.build().unwrap();
-        std::mem::forget(store.claim(&id("k"), fp("")).won());
-        let pending = || match store.claim(&id("k"), fp("")).unwrap() {
-            Claim::InFlight(pending) => Some(pending),
-            // The machine stood still for longer than the lease: nobody is left to wait for.
-            _ => None,
-        };
-        let waiters: Vec<_> = (0..6).filter_map(|_| pending()).collect();
-        let (mut threads, mut tasks) = (Vec::new(), Vec::new());
-        for (n, pending) in waiters.into_iter().enumerate() {
-            if n % 2 == 0 {
-                tasks.push(runtime.spawn(async { finish(pending.wait().await) }));
-            } else {
-                threads.push(thread::spawn(|| finish(pending.wait_timeout(LONG).unwrap())));
-            }
+        // Each kind alone too, because a thread that wakes tells the tasks.
+        for [threads, tasks] in [[3, 0], [0, 3], [3, 3]] {
+            leak_and_wait(&runtime, on_lapse, threads, tasks);
         }
-        let mut ran = 0;
-        let ends = threads.into_iter().map(|thread| thread.join().unwrap());
-        for end in ends.chain(tasks.into_iter().map(|task| runtime.block_on(task).unwrap())) {
-            match (on_lapse, end) {
-                (Lapse::Hold, End::Held) | (Lapse::TakeOver, End::Replayed) => {}
-                (Lapse::TakeOver, End::Ran) => ran += 1,
-                (_, other) => panic!("{on_lapse:?}: {other:?}"),
-            }
-        }
-        let stats = store.stats();
-        assert_eq!((stats.in_flight, stats.waiters, stats.lapsed), (0, 0, 1));
-        assert!(ran <= 1);
     }
+}
+
+fn leak_and_wait(runtime: &Runtime, on_lapse: Lapse, threads: usize, tasks: usize) {
+    // A tick that is far longer than the test: the waiters do not depend on it.
+    let builder = Store::builder().lease(100 * MS).tick(LONG).on_lapse(on_lapse);
+    let store = builder.build().unwrap();
+    std::mem::forget(store.claim(&id("k"), fp("")).won());
+    let pending = || match store.claim(&id("k"), fp("")).unwrap() {
+        Claim::InFlight(pending) => Some(pending),
+        // The machine stood still for longer than the lease: nobody is left to wait for.
+        _ => None,
+    };
+    let tasks: Vec<_> = (0..tasks)
+        .filter_map(|_| pending())
+        .map(|pending| runtime.spawn(async { finish(pending.wait().await) }))
+        .collect();
+    let threads: Vec<_> = (0..threads)
+        .filter_map(|_| pending())
+        .map(|pending| thread::spawn(|| finish(pending.wait_timeout(LONG).unwrap())))
+        .collect();
+    let mut ran = 0;
+    let ends = threads.into_iter().map(|thread| thread.join().unwrap());
+    for end in ends.chain(tasks.into_iter().map(|task| runtime.block_on(task).unwrap())) {
+        match (on_lapse, end) {
+            (Lapse::Hold, End::Held) | (Lapse::TakeOver, End::Replayed) => {}
+            (Lapse::TakeOver, End::Ran) => ran += 1,
+            (_, other) => panic!("{on_lapse:?}: {other:?}"),
+        }
+    }
+    let stats = store.stats();
+    assert_eq!((stats.in_flight, stats.waiters, stats.lapsed), (0, 0, 1));
+    assert!(ran <= 1);
 }
 
 #[derive(Debug)]

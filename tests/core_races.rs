@@ -377,6 +377,30 @@ fn drain_says_that_nothing_runs_only_when_nothing_runs() {
     }
 }
 
+#[test]
+fn drain_ends_under_a_steady_stream_of_claims_that_it_refuses() {
+    let _watchdog = watchdog();
+    let (store, _) = by_hand();
+    let permit = store.claim(&id("k"), same()).won();
+    let drain = store.drain();
+    let ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                while !ended.load(Ordering::SeqCst) {
+                    let refused = store.claim(&id("new"), same());
+                    assert!(matches!(refused, Err(ClaimError::Draining)));
+                }
+            });
+        }
+        until(|| store.stats().refused_draining > 1_000);
+        permit.complete(Outcome::new(200)).unwrap();
+        block_on(drain);
+        ended.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(store.stats().in_flight, 0);
+}
+
 /// A waker that does something when it is called, or when it is dropped.
 struct Hook {
     on_wake: Mutex<Option<Box<dyn FnOnce() + Send>>>,

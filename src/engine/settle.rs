@@ -178,7 +178,7 @@ impl Engine {
             if let Some(cause) = By::Owner(token).stale(record, word) {
                 return Err(self.lost(cause, None));
             }
-            if word.kind() == Kind::Held || self.hold_from(record, word, now) {
+            if word.kind() == Kind::Held || self.hold_from(record, word, now, false) {
                 return Ok(());
             }
         }
@@ -186,12 +186,10 @@ impl Engine {
 
     /// Holds a claim whose lease has lapsed. A renewal or completion in between wins.
     pub(super) fn hold_lapsed(&self, record: &Arc<Record>, word: Word, now: Millis) {
-        if self.hold_from(record, word, now) {
-            self.counters.lapsed.up();
-        }
+        self.hold_from(record, word, now, true);
     }
 
-    fn hold_from(&self, record: &Arc<Record>, word: Word, now: Millis) -> bool {
+    fn hold_from(&self, record: &Arc<Record>, word: Word, now: Millis, lapsed: bool) -> bool {
         let end = now.plus(self.settings.retention);
         if record.swap(word, Word::new(Kind::Held, end)).is_err() {
             return false;
@@ -200,7 +198,11 @@ impl Engine {
         parts.settled = now;
         self.expiry.by_tick(record, &mut parts, end);
         drop(parts);
+        // Counted before anybody is woken, who may ask.
         self.counters.held.up();
+        if lapsed {
+            self.counters.lapsed.up();
+        }
         self.landed(Kind::InFlight);
         if word.has_waiters() {
             self.waiters.wake_all(record, || Gift::LookAgain);
