@@ -9,7 +9,9 @@ use std::{
     task::{Context, Poll},
 };
 
-use axum::{Router, body::Body, http::StatusCode, routing::post as route};
+use axum::{
+    Router, body::Body, error_handling::HandleErrorLayer, http::StatusCode, routing::post as route,
+};
 use http::{Method, Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -19,7 +21,7 @@ use oncekey::{
 };
 use tower::{
     Service, ServiceBuilder, buffer::BufferLayer, limit::ConcurrencyLimitLayer,
-    load_shed::LoadShedLayer,
+    load_shed::LoadShedLayer, timeout::TimeoutLayer,
 };
 
 use crate::{
@@ -111,6 +113,7 @@ over_both! {
     case_111_the_instance_that_was_made_ready_is_the_one_that_is_called,
     case_111_a_buffer_inside_is_made_ready,
     case_111_only_runs_take_the_inner_permit,
+    case_020_a_time_out_is_kept_as_a_response_and_released_as_an_error,
     case_111_a_replay_does_not_wait_for_the_service_inside,
     case_111_shed_load_leaves_no_trace,
     case_011_wherever_the_service_panics_the_key_is_settled,
@@ -198,6 +201,36 @@ async fn case_111_only_runs_take_the_inner_permit(wire: Wire) {
     let queued = wire.ask(&server, charge("queued")).await;
     assert!(queued.is_replay() && queued.text() == "3");
     idle(&once).await;
+}
+
+/// Work that is cut off by a time-out had begun. What its retry is told depends on what the
+/// time-out was made into before it came to the layer: a response like another, or the error that
+/// says that nothing was done.
+async fn case_020_a_time_out_is_kept_as_a_response_and_released_as_an_error(wire: Wire) {
+    for is_response in [true, false] {
+        let (runs, gate) = (Runs::default(), Gate::new());
+        let once = layer(&store()).operation_name("charge");
+        let time_out = TimeoutLayer::new(crate::common::MS);
+        let server = if is_response {
+            let answer = HandleErrorLayer::new(|_: BoxError| async { StatusCode::REQUEST_TIMEOUT });
+            let stack = ServiceBuilder::new().layer(once.clone()).layer(answer).layer(time_out);
+            serve_fallible(stack.service(handler(&runs, &gate))).await
+        } else {
+            let stack = ServiceBuilder::new().layer(once.clone()).layer(time_out);
+            serve_fallible(stack.service(handler(&runs, &gate))).await
+        };
+        let call = || charge("k").field("X-Wait", "1");
+        let first = wire.ask(&server, call()).await;
+        assert_eq!(first.status, if is_response { 408 } else { 502 });
+        let again = wire.ask(&server, call()).await;
+        if is_response {
+            assert_replay(&again, &first);
+        } else {
+            assert_eq!((again.status, again.is_replay()), (502, false));
+        }
+        assert_eq!(runs.count(), if is_response { 1 } else { 2 });
+        assert_idle(&once);
+    }
 }
 
 /// The layer itself is ready though the service inside is not.
