@@ -10,7 +10,7 @@
 # BASE_URL  where the service is, without the path
 # TOKEN     sent as `Authorization: Bearer TOKEN`
 # PATH      what to POST to, with its query; by default `/charges?delay_ms=2000`, which is right
-#           for the example service of this repository (examples/payments.rs, `serve`)
+#           for the example service of this repository (docs/examples/payments.rs, `serve`)
 #
 # It makes one real write each time, under a new random key. From the environment:
 #

@@ -30,7 +30,7 @@ impl<S: Sync> FromRequestParts<S> for Attempt {
             .extensions
             .get::<Self>()
             .cloned()
-            .ok_or((StatusCode::INTERNAL_SERVER_ERROR, "this request was not claimed"))
+            .ok_or((StatusCode::INTERNAL_SERVER_ERROR, "no IdempotencyLayer claimed this request: put one on the route, or take Option<Attempt>"))
     }
 }
 

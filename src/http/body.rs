@@ -159,6 +159,9 @@ pub(crate) enum Rest<B> {
     Broken(BoxError),
     BrokenNow(BoxError),
     End,
+    /// There never is anything, and that is no length: a server that is told of one, zero, would say
+    /// so where nothing may be said (204, 304).
+    Nothing,
 }
 
 impl<B> ResponseBody<B> {
@@ -168,6 +171,11 @@ impl<B> ResponseBody<B> {
 
     pub(crate) fn buffered(data: Bytes, trailers: Option<HeaderMap>) -> Self {
         Self { kind: ResponseKind::Buffered { whole: Whole::new(data, trailers) } }
+    }
+
+    /// No content, and no length of it.
+    pub(crate) fn without_content() -> Self {
+        Self { kind: ResponseKind::Tail { prefix: None, rest: Rest::Nothing } }
     }
 
     pub(crate) fn tail(prefix: Bytes, rest: Rest<B>) -> Self {
@@ -225,7 +233,7 @@ where
                                 Poll::Pending
                             }
                             Rest::BrokenNow(error) => Poll::Ready(Some(Err(error))),
-                            Rest::Body(_) | Rest::End => Poll::Ready(None),
+                            Rest::Body(_) | Rest::End | Rest::Nothing => Poll::Ready(None),
                         };
                     }
                 };
@@ -246,7 +254,7 @@ where
                     && match rest {
                         Rest::Body(body) => body.is_end_stream(),
                         Rest::Broken(_) | Rest::BrokenNow(_) => false,
-                        Rest::End => true,
+                        Rest::End | Rest::Nothing => true,
                     }
             }
         }
@@ -261,7 +269,7 @@ where
                 let rest = match rest {
                     Rest::Body(body) => body.size_hint(),
                     // The length that was promised is not known any more.
-                    Rest::Broken(_) | Rest::BrokenNow(_) => SizeHint::new(),
+                    Rest::Broken(_) | Rest::BrokenNow(_) | Rest::Nothing => SizeHint::new(),
                     Rest::End => SizeHint::with_exact(0),
                 };
                 let mut size = SizeHint::new();

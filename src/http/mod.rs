@@ -70,6 +70,11 @@
 //! concurrency and rate, load shedding, time-outs, so that a replay costs none of them and a
 //! time-out is an outcome like another. A body limit outside works too (413).
 //!
+//! A service that returns an error says that nothing was done: the identity is released (R11). That
+//! is not what a time-out means, which cuts work off that had begun; so make a response of it inside
+//! of this layer. 408 and 504 are kept. tower-http's time-out answers with a response; around
+//! tower's put axum's `HandleErrorLayer`, or what your framework has for it.
+//!
 //! With axum use `Router::layer` or `route_layer`, which run when the route is known. In one
 //! `ServiceBuilder`, whatever is inside of this layer must take any request body ([`RequestBody`]),
 //! as tower's and tower-http's layers do; `axum::middleware::from_fn` takes only axum's: give it a

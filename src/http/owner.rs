@@ -6,7 +6,8 @@
 //!    before the claim is won nothing is left behind (R19, R15).
 //! 2. Between a won claim and the spawned task there is no await. The work runs in that task; a
 //!    client that leaves drops only the handle (R18).
-//! 3. The task's slot is taken before the claim, so that a claim that was won always has a task.
+//! 3. The task's slot is taken before the claim, so that a claim that was won always has a task,
+//!    and only after a look has found nothing: a replay or a mismatch never takes one.
 //!    A waiter holds no slot; it takes one when the identity becomes its own (R15), and so that it
 //!    finds the one of the owner that gave up, a slot is given back before the identity is settled.
 //! 4. Until the inner service is called, nothing has begun: however the task ends, the identity is
@@ -65,10 +66,15 @@ where
     let mut listed = None;
     let mut deadline = None;
     loop {
-        let slot = Arc::clone(&caps.tasks).try_acquire_owned().ok();
-        let claim = asked.claim(fingerprint, slot.is_some(), |scheme| {
-            asked.translate(scheme, &parts, &received)
-        });
+        let translate = |scheme| asked.translate(scheme, &parts, &received);
+        let mut slot = None;
+        let mut claim = asked.claim(fingerprint, false, translate);
+        if matches!(claim, Ok(None)) {
+            slot = Arc::clone(&caps.tasks).try_acquire_owned().ok();
+            if slot.is_some() {
+                claim = asked.claim(fingerprint, true, translate);
+            }
+        }
         let claim = match claim {
             Ok(Some(claim)) => claim,
             Ok(None) => return Ok(asked.too_busy()),
@@ -330,7 +336,11 @@ where
                 }
             })?;
             capture::let_frame(&mut head.headers);
-            ResponseBody::buffered(data, trailers)
+            if reply::has_no_body(status) {
+                ResponseBody::without_content()
+            } else {
+                ResponseBody::buffered(data, trailers)
+            }
         }
         Captured::Open { prefix, rest } => {
             owner.settle(without_answer)?;

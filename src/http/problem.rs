@@ -49,10 +49,12 @@
 //! # account-over-share
 //!
 //! Status 429, with `Retry-After`. The account has as many live keys as it may have. Nothing ran.
+//! The time is that to the next end of a record, 60 s at most: it is no promise of room.
 //!
 //! # store-full
 //!
 //! Status 503, with `Retry-After`. There is no room for another key. Nothing ran.
+//! The time is that to the next end of a record, 60 s at most: it is no promise of room.
 //!
 //! # tier-unavailable
 //!

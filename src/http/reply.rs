@@ -65,7 +65,6 @@ pub(crate) fn replay<B>(
     // Neither content nor trailers follow such a head (RFC 9110, 15.3.5). An HTTP/2 server would
     // send what a handler made of them by mistake.
     let has_no_body = has_no_body(status);
-    let body = if has_no_body { Bytes::new() } else { outcome.bytes().clone() };
     if has_no_body {
         trailers.clear();
     }
@@ -81,14 +80,19 @@ pub(crate) fn replay<B>(
     let _ = headers.try_insert(policy.replay_header.clone(), HeaderValue::from_static("true"));
 
     let trailers = Some(trailers).filter(|trailers| !trailers.is_empty());
-    let mut response = Response::new(ResponseBody::buffered(body, trailers));
+    let body = if has_no_body {
+        ResponseBody::without_content()
+    } else {
+        ResponseBody::buffered(outcome.bytes().clone(), trailers)
+    };
+    let mut response = Response::new(body);
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response
 }
 
 /// 1xx, 204 and 304 have no content, and no length of it (RFC 9110, 8.6).
-fn has_no_body(status: StatusCode) -> bool {
+pub(crate) fn has_no_body(status: StatusCode) -> bool {
     status.is_informational()
         || status == StatusCode::NO_CONTENT
         || status == StatusCode::NOT_MODIFIED

@@ -48,6 +48,17 @@ async fn case_060_no_content_has_no_length(wire: Wire) {
         assert!(again.is_replay() && again.field("etag") == Some("\"1\""));
         assert_eq!((again.field("content-length"), again.text()), (None, ""));
     }
+    // A router would tell the length of what it knows to be empty.
+    for status in [204, 304] {
+        let status = StatusCode::from_u16(status).unwrap();
+        let server =
+            serve(charges(move || std::future::ready(status)).layer(layer(&store()))).await;
+        for is_replay in [false, true] {
+            let reply = wire.ask(&server, charge("k")).await;
+            assert_eq!((reply.status, reply.is_replay()), (status.as_u16(), is_replay));
+            assert_eq!((reply.field("content-length"), reply.text()), (None, ""));
+        }
+    }
 }
 
 /// A header field as long, and as many of them, as a client takes.

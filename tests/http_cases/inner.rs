@@ -9,7 +9,9 @@ use std::{
     task::{Context, Poll},
 };
 
-use axum::{Router, body::Body, http::StatusCode, routing::post as route};
+use axum::{
+    Router, body::Body, error_handling::HandleErrorLayer, http::StatusCode, routing::post as route,
+};
 use http::{Method, Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -19,7 +21,7 @@ use oncekey::{
 };
 use tower::{
     Service, ServiceBuilder, buffer::BufferLayer, limit::ConcurrencyLimitLayer,
-    load_shed::LoadShedLayer,
+    load_shed::LoadShedLayer, timeout::TimeoutLayer,
 };
 
 use crate::{
@@ -111,6 +113,8 @@ over_both! {
     case_111_the_instance_that_was_made_ready_is_the_one_that_is_called,
     case_111_a_buffer_inside_is_made_ready,
     case_111_only_runs_take_the_inner_permit,
+    case_020_a_time_out_is_kept_as_a_response_and_released_as_an_error,
+    case_111_a_replay_does_not_wait_for_the_service_inside,
     case_111_shed_load_leaves_no_trace,
     case_011_wherever_the_service_panics_the_key_is_settled,
     case_011_a_stream_that_panics_stays_not_kept,
@@ -199,6 +203,56 @@ async fn case_111_only_runs_take_the_inner_permit(wire: Wire) {
     idle(&once).await;
 }
 
+/// Work that is cut off by a time-out had begun. What its retry is told depends on what the
+/// time-out was made into before it came to the layer: a response like another, or the error that
+/// says that nothing was done.
+async fn case_020_a_time_out_is_kept_as_a_response_and_released_as_an_error(wire: Wire) {
+    for is_response in [true, false] {
+        let (runs, gate) = (Runs::default(), Gate::new());
+        let once = layer(&store()).operation_name("charge");
+        let time_out = TimeoutLayer::new(crate::common::MS);
+        let server = if is_response {
+            let answer = HandleErrorLayer::new(|_: BoxError| async { StatusCode::REQUEST_TIMEOUT });
+            let stack = ServiceBuilder::new().layer(once.clone()).layer(answer).layer(time_out);
+            serve_fallible(stack.service(handler(&runs, &gate))).await
+        } else {
+            let stack = ServiceBuilder::new().layer(once.clone()).layer(time_out);
+            serve_fallible(stack.service(handler(&runs, &gate))).await
+        };
+        let call = || charge("k").field("X-Wait", "1");
+        let first = wire.ask(&server, call()).await;
+        assert_eq!(first.status, if is_response { 408 } else { 502 });
+        let again = wire.ask(&server, call()).await;
+        if is_response {
+            assert_replay(&again, &first);
+        } else {
+            assert_eq!((again.status, again.is_replay()), (502, false));
+        }
+        assert_eq!(runs.count(), if is_response { 1 } else { 2 });
+        assert_idle(&once);
+    }
+}
+
+/// The layer itself is ready though the service inside is not.
+async fn case_111_a_replay_does_not_wait_for_the_service_inside(wire: Wire) {
+    let (runs, gate) = (Runs::default(), Gate::new());
+    let once = layer(&store()).operation_name("charge");
+    let stack = ServiceBuilder::new()
+        .layer(once.clone())
+        .layer(ConcurrencyLimitLayer::new(1))
+        .service(handler(&runs, &gate));
+    let server = serve_fallible(stack).await;
+    let old = wire.ask(&server, charge("old")).await;
+    let first = wire.asking(&server, charge("k").field("X-Wait", "1")).await;
+    gate.entered().await;
+    assert_replay(&wire.ask(&server, charge("old")).await, &old);
+    assert_eq!(wire.ask(&server, charge("old").body("other")).await.problem(), "key-reused");
+    assert_eq!(wire.ask(&server, charge("a b")).await.problem(), "key-invalid");
+    gate.open();
+    assert_eq!(first.await.unwrap().text(), "2");
+    idle(&once).await;
+}
+
 /// What is shed was not begun: the key is free again.
 async fn case_111_shed_load_leaves_no_trace(wire: Wire) {
     let (runs, gate) = (Runs::default(), Gate::new());
@@ -222,7 +276,11 @@ async fn case_111_shed_load_leaves_no_trace(wire: Wire) {
     assert_eq!(first.await.unwrap().text(), "1");
     let retry = wire.ask(&server, charge("k2")).await;
     assert_eq!((retry.status, retry.text(), retry.is_replay()), (201, "2", false));
-    many(wire, &server).await;
+    // One after the other: two at once would rightly be shed.
+    for nth in 3..13 {
+        let reply = wire.ask(&server, charge(&format!("k{nth}"))).await;
+        assert_eq!((reply.status, reply.text()), (201, &*nth.to_string()));
+    }
     assert_eq!(once.stats().panics, 0);
     idle(&once).await;
 }

@@ -1,8 +1,10 @@
 //! Too much of everything: owners, waiters, bytes, keys; and a server that is about to stop.
 
 use std::{
+    convert::Infallible,
+    future::poll_fn,
     pin::pin,
-    sync::{Arc, mpsc},
+    sync::{Arc, Mutex, mpsc},
     task::{Context, Poll, Wake, Waker},
     thread::{self, ThreadId},
     time::Duration,
@@ -18,7 +20,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use oncekey::{
     Abandon, Store,
-    http::{Problem, RequestBody},
+    http::{Fingerprinting, Problem, RequestBody},
 };
 use tower::{Layer, Service};
 
@@ -45,6 +47,7 @@ over_both! {
     case_116_waiting_needs_no_place_among_the_owners,
     case_116_a_waiter_takes_no_place_from_others,
     case_116_a_hand_over_finds_the_place_of_the_owner_that_gave_up,
+    case_116_an_heir_without_a_place_passes_the_key_on,
     case_008_an_owner_by_hand_over_outlives_its_client,
     case_116_more_waiters_than_allowed_are_told_at_once,
     case_114_buffered_bytes_are_given_back_on_every_way_out,
@@ -135,6 +138,38 @@ async fn case_116_a_hand_over_finds_the_place_of_the_owner_that_gave_up(wire: Wi
     }
     assert_eq!(once.stats().too_busy, 0);
     idle(&once).await;
+}
+
+/// A waiter becomes the owner where every place is taken by others: nothing was done, and the next
+/// waiter is asked.
+async fn case_116_an_heir_without_a_place_passes_the_key_on(wire: Wire) {
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let roomy = layer(&store);
+    let narrow = roomy.clone().max_tasks(1);
+    let wide = serve(asked_for(&runs, &gate).layer(roomy.clone())).await;
+    let (own_runs, own_gate) = (Runs::default(), Gate::new());
+    let narrows = serve(asked_for(&own_runs, &own_gate).layer(narrow.clone())).await;
+    let busy = wire.asking(&narrows, charge("other")).await;
+    own_gate.entered().await;
+
+    let call = || charge("k").field("X-Status", "400");
+    let first = wire.asking(&wide, call()).await;
+    gate.entered().await;
+    let heir = wire.asking(&narrows, call()).await;
+    until(|| store.stats().waiters == 1).await;
+    let next = wire.asking(&wide, charge("k")).await;
+    until(|| store.stats().waiters == 2).await;
+    gate.open();
+    assert_eq!(first.await.unwrap().status, 400);
+    let heir = heir.await.unwrap();
+    assert_eq!((heir.status, heir.problem().as_str()), (503, "too-busy"));
+    gate.entered().await;
+    gate.open();
+    assert_eq!((next.await.unwrap().text(), runs.count(), own_runs.count()), ("2", 2, 1));
+    own_gate.open();
+    assert_eq!(busy.await.unwrap().status, 201);
+    idle(&roomy).await;
+    idle(&narrow).await;
 }
 
 /// A waiter becomes the owner, and then its client leaves: it is an owner like another.
@@ -441,6 +476,88 @@ async fn case_116_a_hand_over_finds_the_place_however_quick_the_heir_is() {
     gate.open();
     assert_eq!(heir.await.unwrap().unwrap().status(), 400);
     assert_eq!((runs.count(), once.stats().too_busy), (2, 0));
+    idle(&once).await;
+}
+
+/// A replay that takes its time, here to make its fingerprint by an earlier scheme, takes no place
+/// among the owners meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn case_116_a_replay_takes_no_place_among_the_owners() {
+    let _watchdog = crate::common::watchdog();
+    let (store, runs) = (store(), Runs::default());
+    let handler = {
+        let runs = runs.clone();
+        tower::service_fn(move |_: Request<RequestBody<Full<Bytes>>>| {
+            runs.up();
+            std::future::ready(Ok::<_, Infallible>(http::Response::new(Full::<Bytes>::default())))
+        })
+    };
+    let before = Fingerprinting::custom("before", |_, body| body.to_vec());
+    let ((entered, has_entered), (open, is_open)) = (mpsc::channel(), mpsc::channel::<()>());
+    let is_open = Mutex::new(is_open);
+    let slow = Fingerprinting::custom("before", move |_, body| {
+        entered.send(()).unwrap();
+        is_open.lock().unwrap().recv().unwrap();
+        body.to_vec()
+    });
+    let once = layer(&store).operation_name("charge");
+    let mut earlier = once.clone().fingerprint(before).layer(handler.clone());
+    let now = once.also_accept(slow).max_tasks(1);
+    let mut service = now.layer(handler);
+    let request = |key: &'static str| {
+        let request = Request::post("/").header("idempotency-key", key);
+        request.body(Full::<Bytes>::from("{}")).unwrap()
+    };
+    let first = earlier.call(request("k")).await.unwrap();
+    assert_eq!(first.status(), 200);
+    let again = on_a_thread_of_its_own(service.call(request("k")));
+    tokio::task::spawn_blocking(move || has_entered.recv().unwrap()).await.unwrap();
+    assert_eq!(service.call(request("other")).await.unwrap().status(), 200);
+    open.send(()).unwrap();
+    let again = again.await.unwrap().unwrap();
+    assert_eq!(again.headers()["idempotent-replayed"], "true");
+    assert_eq!((runs.count(), now.stats().too_busy), (2, 0));
+    idle(&now).await;
+}
+
+/// A waiter is made the owner, and leaves before it has been polled again.
+#[tokio::test]
+async fn case_008_an_heir_that_left_before_it_knew_passes_the_key_on() {
+    let _watchdog = crate::common::watchdog();
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let handler = {
+        let (runs, gate) = (runs.clone(), gate.clone());
+        tower::service_fn(move |_: Request<RequestBody<Full<Bytes>>>| {
+            let (runs, gate) = (runs.clone(), gate.clone());
+            async move {
+                let status = if runs.up() == 1 { 400 } else { 201 };
+                gate.pass().await;
+                http::Response::builder().status(status).body(Full::<Bytes>::default())
+            }
+        })
+    };
+    let once = layer(&store).operation_name("charge");
+    let mut service = once.layer(handler);
+    let mut call = || {
+        let request = Request::post("/").header("idempotency-key", "k");
+        service.call(request.body(Full::from("{}")).unwrap())
+    };
+    let first = tokio::spawn(call());
+    gate.entered().await;
+    let mut heir = Box::pin(call());
+    let is_pending = |cx: &mut Context<'_>| Poll::Ready(heir.as_mut().poll(cx).is_pending());
+    assert!(poll_fn(is_pending).await);
+    assert_eq!(store.stats().waiters, 1);
+    let next = tokio::spawn(call());
+    until(|| store.stats().waiters == 2).await;
+    gate.open();
+    assert_eq!(first.await.unwrap().unwrap().status(), 400);
+    assert_eq!((store.stats().waiters, store.stats().handed_over), (1, 1));
+    drop(heir);
+    gate.entered().await;
+    gate.open();
+    assert_eq!(next.await.unwrap().unwrap().status(), 201);
+    assert_eq!((runs.count(), store.stats().held), (2, 0));
     idle(&once).await;
 }
 

@@ -67,8 +67,9 @@ impl Running {
         Ok(Self { address, payments, drain: settings.drain, close, server })
     }
 
-    /// Stops: no new connections and no new charges, but each charge that runs comes to its end
-    /// and its answer is stored, also if its client has left; those who still wait get it.
+    /// Stops: no new connections, and no new charges but of those who wait already. Each charge that
+    /// runs comes to its end and its answer is stored, also if its client has left; those who wait
+    /// get it.
     pub(crate) async fn stop(self) -> String {
         let _ = self.close.send(true);
         let drained = timeout(self.drain, self.payments.store().drain()).await.is_ok();
