@@ -43,7 +43,7 @@ use crate::{
     outcome::Outcome,
     reclaim::{Domain, Guard},
     record::{
-        self, Cell, Killed, Owned, Place, Record, Slabs,
+        self, Cell, Killed, Owned, Pages, Place, Record, Slabs,
         word::{Kind, View, Word},
     },
     sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, Tally, between_seq_cst},
@@ -228,14 +228,15 @@ impl Engine {
         room: Room,
         waiters: Waiters,
     ) -> Self {
+        let pages = Pages::new();
         Self {
             settings,
             origin: clock.now(),
             latest: Tally::new(0),
             clock,
             domain: Domain::new(lane::lanes()),
-            index: Index::new(max_keys),
-            slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick),
+            index: Index::new(max_keys, &pages),
+            slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick, pages),
             room,
             lanes: (0..lane::lanes()).map(Lane::new).collect(),
             waiters,

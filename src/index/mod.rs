@@ -40,8 +40,8 @@ mod table;
 
 use crate::{
     reclaim::Guard,
-    record::{Cell, Place, Record, Slabs, word::Kind},
-    sync::{AtomicU64, Ordering, Tally},
+    record::{Cell, Pages, Place, Record, Slabs, word::Kind},
+    sync::{Arc, AtomicU64, Ordering, Tally},
 };
 
 use self::{
@@ -71,6 +71,8 @@ pub(crate) struct Index {
 struct Shard {
     /// The address of the table in use; zero until the first claim.
     root: AtomicU64,
+    /// Where its tables lie.
+    pages: Arc<Pages>,
 }
 
 /// The next token's number, on a line of its own.
@@ -97,11 +99,11 @@ struct Spot<'g> {
 
 impl Index {
     /// An index for at most `max_keys` identities.
-    pub(crate) fn new(max_keys: usize) -> Self {
+    pub(crate) fn new(max_keys: usize, pages: &Arc<Pages>) -> Self {
         // Shards of at most 128 Ki keys, so that no table is so large that making one is felt.
         let wanted = (max_keys >> 17).max(1).next_power_of_two().ilog2();
         let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(4, 10) };
-        let shard = || Shard { root: AtomicU64::new(0) };
+        let shard = || Shard { root: AtomicU64::new(0), pages: Arc::clone(pages) };
         Self {
             hasher: ahash::RandomState::new(),
             shards: (0..1_usize << shard_bits).map(|_| shard()).collect(),

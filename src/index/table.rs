@@ -19,10 +19,12 @@
 //!    helper's CAS fails.
 //! 3. A claim goes on in the new chain only after `done`. So it comes behind what was copied.
 
+use std::ops::Deref;
+
 use crate::{
     reclaim::Guard,
-    record::{Cell, Cells, Slabs},
-    sync::{AtomicU64, AtomicUsize, Ordering},
+    record::{Cell, Cells, Pages, Slabs},
+    sync::{Arc, AtomicU64, AtomicUsize, Ordering},
 };
 
 use super::{
@@ -94,7 +96,7 @@ impl Bucket {
 }
 
 pub(super) struct Table {
-    pub(super) buckets: Box<[Bucket]>,
+    pub(super) buckets: Buckets,
     pub(super) bits: u32,
     /// The next slab's number when it was made: what is copied into it is not older than what
     /// lived then.
@@ -110,9 +112,9 @@ pub(super) struct Table {
 }
 
 impl Table {
-    fn new(bits: u32, base: u64) -> Box<Self> {
+    fn new(bits: u32, base: u64, pages: &Arc<Pages>) -> Box<Self> {
         Box::new(Self {
-            buckets: buckets(1 << bits),
+            buckets: Buckets::new(1 << bits, pages),
             bits,
             base,
             next: AtomicU64::new(0),
@@ -198,7 +200,7 @@ impl Shard {
             if let Some(table) = self.table(guard) {
                 return table;
             }
-            let new = Box::into_raw(Table::new(FEWEST, base));
+            let new = Box::into_raw(Table::new(FEWEST, base, &self.pages));
             let address = new.expose_provenance() as u64;
             // AcqRel: publishes the table.
             if self.root.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_err()
@@ -228,7 +230,7 @@ impl Shard {
         } else {
             table.bits
         };
-        let new = Box::into_raw(Table::new(bits, slabs.number()));
+        let new = Box::into_raw(Table::new(bits, slabs.number(), &self.pages));
         let address = new.expose_provenance() as u64;
         // AcqRel: publishes the table.
         if table.next.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -407,7 +409,7 @@ fn copy(table: &Table, number: usize, position: usize, value: Value) {
 
 impl Drop for Table {
     fn drop(&mut self) {
-        for head in &self.buckets {
+        for head in self.buckets.iter() {
             let mut address = (head.link.load(Ordering::Acquire) & !(DONE | FROZEN)) as usize;
             while address != 0 {
                 // SAFETY: `extend` has made it from a box; nobody uses the table any more.
@@ -420,13 +422,57 @@ impl Drop for Table {
     }
 }
 
+/// The buckets of a table: a slice in pages.
 #[cfg(not(oncekey_loom))]
-fn buckets(len: usize) -> Box<[Bucket]> {
-    // SAFETY: all zero is an empty bucket. Zeroed memory costs nothing until it is touched.
-    unsafe { Box::new_zeroed_slice(len).assume_init() }
+pub(super) struct Buckets {
+    address: u64,
+    len: usize,
+    pages: Arc<Pages>,
+}
+
+#[cfg(not(oncekey_loom))]
+impl Buckets {
+    fn new(len: usize, pages: &Arc<Pages>) -> Self {
+        let address = pages.take(len * size_of::<Bucket>());
+        Self { address, len, pages: Arc::clone(pages) }
+    }
+}
+
+#[cfg(not(oncekey_loom))]
+impl Deref for Buckets {
+    type Target = [Bucket];
+
+    fn deref(&self) -> &[Bucket] {
+        let first = std::ptr::with_exposed_provenance(self.address as usize);
+        // SAFETY: so many were taken in `new`, aligned as buckets are, and all zero is an empty one.
+        unsafe { std::slice::from_raw_parts(first, self.len) }
+    }
+}
+
+#[cfg(not(oncekey_loom))]
+impl Drop for Buckets {
+    fn drop(&mut self) {
+        // SAFETY: taken in `new` with this length; who drops the table is the last to see it.
+        unsafe { self.pages.give_back(self.address, self.len * size_of::<Bucket>()) }
+    }
+}
+
+/// Under the checker buckets are values of its own.
+#[cfg(oncekey_loom)]
+pub(super) struct Buckets(Box<[Bucket]>);
+
+#[cfg(oncekey_loom)]
+impl Buckets {
+    fn new(len: usize, _pages: &Arc<Pages>) -> Self {
+        Self((0..len).map(|_| Bucket::new()).collect())
+    }
 }
 
 #[cfg(oncekey_loom)]
-fn buckets(len: usize) -> Box<[Bucket]> {
-    (0..len).map(|_| Bucket::new()).collect()
+impl Deref for Buckets {
+    type Target = [Bucket];
+
+    fn deref(&self) -> &[Bucket] {
+        &self.0
+    }
 }

@@ -10,10 +10,12 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod cell;
+mod pages;
 pub(crate) mod slab;
 pub(crate) mod word;
 
 pub(crate) use cell::{Cell, Cells, Owned};
+pub(crate) use pages::Pages;
 pub(crate) use slab::{Finished, Killed, Place, Record, Slabs};
 
 /// What a record costs beside its outcome: its head and identity in a slab, an eighth more for what

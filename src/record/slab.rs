@@ -31,7 +31,7 @@
 //!    nobody reads it any more, which is before the slab's memory goes, because what is deferred
 //!    runs in order.
 
-use std::{alloc::Layout, collections::VecDeque};
+use std::collections::VecDeque;
 
 use bytes::Bytes;
 
@@ -43,14 +43,15 @@ use crate::{
     sync::{Arc, AtomicU64, Mutex, Ordering, Tally, UnsafeCell},
 };
 
+use super::Pages;
+
 const GENERATION_BITS: u32 = 12;
 const GENERATION: u64 = (1 << GENERATION_BITS) - 1;
 
 const SMALLEST: usize = 4 << 10;
 const LARGEST: usize = 1 << 20;
 
-/// Alignment of slabs and records. Of slabs not more, because an allocator has zeroed memory for
-/// nothing only where it need not align it.
+/// Alignment of records.
 const UNIT: usize = 16;
 
 /// Records begin with a line of the cache, or a whole number of units later.
@@ -348,11 +349,6 @@ struct Slab {
 const HEAD: usize = size_of::<Slab>().next_multiple_of(UNIT);
 
 impl Slab {
-    fn layout(len: usize) -> Layout {
-        // UNIT is a power of two and no slab is nearly as long as the address space.
-        Layout::from_size_align(len, UNIT).unwrap_or(Layout::new::<Slab>())
-    }
-
     /// Makes room for a record, unless the slab is full or closed.
     fn add(&self, units: u64) -> Result<u64, Emptied> {
         // AcqRel, partner of the other changes of the word: who sees the last record go sees all
@@ -414,15 +410,19 @@ struct Queue {
 }
 
 /// Memory of slabs that are gone.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Spare {
     dirty: Vec<(u64, usize)>,
     clean: Vec<(u64, usize)>,
+    pages: Arc<Pages>,
 }
 
 impl Drop for Spare {
     fn drop(&mut self) {
-        self.dirty.iter().chain(&self.clean).for_each(|(address, len)| release(*address, *len));
+        for (address, len) in self.dirty.iter().chain(&self.clean) {
+            // SAFETY: it came from these pages with this length, and nobody knows of it any more.
+            unsafe { self.pages.give_back(*address, *len) }
+        }
     }
 }
 
@@ -437,12 +437,13 @@ pub(crate) struct Slabs {
     opening: Mutex<[u16; CHUNKS]>,
     live: AtomicU64,
     spare: Arc<Mutex<Spare>>,
+    pages: Arc<Pages>,
     /// After what time an open slab is closed though it is not full.
     patience: Millis,
 }
 
 impl Slabs {
-    pub(crate) fn new(lanes: usize, retention: Millis, tick: Millis) -> Self {
+    pub(crate) fn new(lanes: usize, retention: Millis, tick: Millis, pages: Arc<Pages>) -> Self {
         let lane = || Lane {
             open: AtomicU64::new(0),
             queue: Mutex::new(Queue { slabs: VecDeque::new(), bytes: 0, most: LARGEST }),
@@ -453,7 +454,12 @@ impl Slabs {
             number: AtomicU64::new(0),
             opening: Mutex::new([0; CHUNKS]),
             live: AtomicU64::new(0),
-            spare: Arc::default(),
+            spare: Arc::new(Mutex::new(Spare {
+                dirty: Vec::new(),
+                clean: Vec::new(),
+                pages: Arc::clone(&pages),
+            })),
+            pages,
             patience: Millis(retention.0 / 64).max(tick),
         }
     }
@@ -631,8 +637,9 @@ impl Slabs {
         if lane.open.load(Ordering::Acquire) != 0 {
             return Some(());
         }
-        // A sixteenth of what the lane has, so that what is empty in the last one does not matter.
-        let len = (queue.bytes / 16).next_multiple_of(SMALLEST).min(queue.most).max(SMALLEST);
+        // At most a sixteenth of what the lane has, so that what is empty in the last one does not
+        // matter. A power of two, as all memory of pages.
+        let len = up_to(queue.bytes / 16).min(queue.most);
         queue.most = (queue.most * 2).min(LARGEST);
         let address = self.memory(len);
         let mut opening = self.opening.lock();
@@ -703,13 +710,7 @@ impl Slabs {
             return spare.clean.swap_remove(found).0;
         }
         drop(spare);
-        let layout = Slab::layout(len);
-        // SAFETY: the layout is not empty.
-        let memory = unsafe { std::alloc::alloc_zeroed(layout) };
-        if memory.is_null() {
-            std::alloc::handle_alloc_error(layout);
-        }
-        memory.expose_provenance() as u64
+        self.pages.take(len)
     }
 
     /// Takes a slab without records out of the directory and gives its memory back (invariant 2).
@@ -811,7 +812,7 @@ impl Slabs {
         if word & CLOSED == 0 && now >= slab.opened.plus(self.patience) {
             let used = (word & (ONE - 1)) as usize * UNIT;
             // The next one not much longer than what such a time needs.
-            lane.queue.lock().most = (used + used / 4).next_multiple_of(SMALLEST).min(LARGEST);
+            lane.queue.lock().most = up_to(used + used / 4);
             let emptied = slab.close();
             self.bury(slab, emptied, guard);
         }
@@ -898,13 +899,15 @@ impl Slabs {
         if spare.clean.len() > wanted {
             if let Some((address, len)) = spare.clean.pop() {
                 drop(spare);
-                release(address, len);
+                // SAFETY: it came from there with this length, and nobody else knows of it.
+                unsafe { self.pages.give_back(address, len) }
             }
             return true;
         }
         let Some((address, len)) = spare.dirty.pop() else {
             if spare.clean.is_empty() {
-                *spare = Spare::default();
+                spare.clean.shrink_to_fit();
+                spare.dirty.shrink_to_fit();
             }
             return false;
         };
@@ -917,7 +920,8 @@ impl Slabs {
             }
             self.spare.lock().clean.push((address, len));
         } else {
-            release(address, len);
+            // SAFETY: as above.
+            unsafe { self.pages.give_back(address, len) }
         }
         true
     }
@@ -941,6 +945,11 @@ unsafe fn keep_spare(slab: u64, spare: u64) {
 unsafe fn drop_chunk(chunk: u64, _: u64) {
     // SAFETY: see above.
     drop(unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Chunk>(chunk as usize)) });
+}
+
+/// The length of a slab that is no longer than `len`, if that can be.
+fn up_to(len: usize) -> usize {
+    1 << len.clamp(SMALLEST, LARGEST).ilog2()
 }
 
 /// What stands in the directory for a slab.
@@ -1002,14 +1011,6 @@ fn reap_slab(
     };
     slab.reaped.store(offset, Ordering::Relaxed);
     (dead, stop)
-}
-
-fn release(address: u64, len: usize) {
-    // SAFETY: it came from `memory` with this length, and nobody knows of it any more.
-    unsafe {
-        let memory = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-        std::alloc::dealloc(memory, Slab::layout(len));
-    }
 }
 
 impl Drop for Slabs {

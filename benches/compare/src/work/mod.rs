@@ -13,6 +13,7 @@ mod wake;
 
 use crate::{
     ask::{Answer, Ask},
+    meter,
     peer::{Met, Peer, Time},
     peers::{self, Contestant},
     sample::Sample,
@@ -124,6 +125,9 @@ impl Work {
 
 /// Does one pass of `work` in this process.
 pub(crate) fn pass<P: Peer>(work: Work, quick: bool, threads: usize) -> Vec<Sample> {
+    if matches!(work, Work::New | Work::Single) {
+        meter::touch_memory(if quick { 256 << 20 } else { 2 << 30 });
+    }
     match work {
         Work::New => new::pass::<P>(quick, threads),
         Work::Single => single::pass::<P>(quick, threads),

@@ -1,0 +1,269 @@
+//! Memory in large pages: where slabs and tables lie once a store is large.
+//!
+//! A claim of a store with millions of keys goes to two places at random. With pages of 4 KiB most
+//! of its time is then spent on finding out where those pages are, and new memory is asked of the
+//! system a page at a time. So memory is taken in chunks that the system can give as one page:
+//!
+//! ```text
+//! chunk   2 MiB, aligned to as much   | 4 K | 4 K | 8 K | 16 K |    64 K    |     128 K    | ..
+//!                                     blocks are powers of two; a free one joins its free twin
+//! ```
+//!
+//! Ground rules: everything comes from the program's own allocator, chunks too, so that whoever
+//! counts there sees all. A store of less than [`SMALL`] takes no chunk: each block is an allocation.
+//! All that is handed out is zero.
+
+use std::{
+    alloc::Layout,
+    collections::{BTreeMap, BTreeSet},
+};
+
+use crate::sync::{Arc, Mutex};
+
+/// A large page of x86-64 and of most others.
+const CHUNK: usize = 2 << 20;
+
+/// The smallest block of a chunk.
+const SMALLEST: usize = 4 << 10;
+
+/// Blocks of this many sizes: from [`SMALLEST`] to [`CHUNK`].
+const ORDERS: usize = (CHUNK / SMALLEST).ilog2() as usize + 1;
+
+/// With so much handed out, a chunk more is little.
+const SMALL: usize = if cfg!(test) { 64 << 10 } else { 16 << 20 };
+
+/// Blocks are aligned to a line of the cache.
+const LINE: usize = 64;
+
+/// A store's memory for slabs and tables.
+#[derive(Debug, Default)]
+pub(crate) struct Pages(Mutex<Free>);
+
+#[derive(Debug, Default)]
+struct Free {
+    /// Bytes handed out.
+    out: usize,
+    /// Addresses of all chunks.
+    chunks: BTreeSet<usize>,
+    /// Free blocks of each size by address, and whether they are zero.
+    blocks: [BTreeMap<usize, bool>; ORDERS],
+}
+
+/// The place of blocks of `len` bytes among [`Free::blocks`], if chunks have such.
+fn order(len: usize) -> Option<usize> {
+    let fits = len.is_power_of_two() && (SMALLEST..=CHUNK).contains(&len);
+    (fits && !cfg!(oncekey_loom)).then(|| (len / SMALLEST).ilog2() as usize)
+}
+
+fn layout(len: usize) -> Layout {
+    let align = if len == CHUNK { CHUNK } else { LINE };
+    // A power of two, and nothing here is nearly as long as the address space.
+    Layout::from_size_align(len, align).unwrap_or(Layout::new::<u64>())
+}
+
+impl Pages {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Zeroed memory of `len` bytes, aligned to a line of the cache.
+    pub(crate) fn take(&self, len: usize) -> u64 {
+        let Some(order) = order(len) else { return alone(len) };
+        let mut free = self.0.lock();
+        free.out += len;
+        let (address, is_clean) = match free.take(order) {
+            Some(block) => block,
+            None if free.out < SMALL => {
+                drop(free);
+                return alone(len);
+            }
+            None => {
+                // Others need not wait until it is zero.
+                drop(free);
+                let chunk = chunk();
+                free = self.0.lock();
+                free.chunks.insert(chunk);
+                free.split(chunk, ORDERS - 1, order, true);
+                (chunk, true)
+            }
+        };
+        drop(free);
+        if !is_clean {
+            // SAFETY: a free block of this length, which nobody else knows of now.
+            unsafe { std::ptr::with_exposed_provenance_mut::<u8>(address).write_bytes(0, len) }
+        }
+        address as u64
+    }
+
+    /// # Safety
+    ///
+    /// `address` came from [`Pages::take`] with this `len`, and nobody uses it any more.
+    pub(crate) unsafe fn give_back(&self, address: u64, len: usize) {
+        let address = address as usize;
+        if let Some(order) = order(len) {
+            let mut free = self.0.lock();
+            free.out -= len;
+            if free.chunks.contains(&(address & !(CHUNK - 1))) {
+                free.put(address, order);
+                while let Some(chunk) = free.spare_chunk() {
+                    drop(free);
+                    release(chunk, CHUNK);
+                    free = self.0.lock();
+                }
+                return;
+            }
+        }
+        release(address, len);
+    }
+}
+
+impl Free {
+    /// A free block, and whether it is zero. The smallest that is large enough is cut.
+    fn take(&mut self, order: usize) -> Option<(usize, bool)> {
+        let from = (order..ORDERS).find(|&from| !self.blocks[from].is_empty())?;
+        let (address, is_clean) = self.blocks[from].pop_first()?;
+        self.split(address, from, order, is_clean);
+        Some((address, is_clean))
+    }
+
+    /// Cuts a block of one size to another; what is left over is free.
+    fn split(&mut self, address: usize, from: usize, to: usize, is_clean: bool) {
+        for order in to..from {
+            self.blocks[order].insert(address + (SMALLEST << order), is_clean);
+        }
+    }
+
+    /// Takes a block back.
+    fn put(&mut self, mut address: usize, mut order: usize) {
+        while order < ORDERS - 1 {
+            let twin = address ^ (SMALLEST << order);
+            if self.blocks[order].remove(&twin).is_none() {
+                break;
+            }
+            address &= twin;
+            order += 1;
+        }
+        self.blocks[order].insert(address, false);
+    }
+
+    /// A free chunk that is to go: one in sixteen may stay for the next.
+    fn spare_chunk(&mut self) -> Option<usize> {
+        if self.blocks[ORDERS - 1].len() <= self.chunks.len() / 16 {
+            return None;
+        }
+        let (chunk, _) = self.blocks[ORDERS - 1].pop_first()?;
+        self.chunks.remove(&chunk);
+        Some(chunk)
+    }
+}
+
+impl Drop for Free {
+    fn drop(&mut self) {
+        self.chunks.iter().for_each(|chunk| release(*chunk, CHUNK));
+    }
+}
+
+/// Memory of its own.
+fn alone(len: usize) -> u64 {
+    let layout = layout(len);
+    // SAFETY: nothing of no length is asked for.
+    let memory = unsafe { std::alloc::alloc_zeroed(layout) };
+    if memory.is_null() {
+        std::alloc::handle_alloc_error(layout);
+    }
+    memory.expose_provenance() as u64
+}
+
+/// A new chunk, zeroed.
+fn chunk() -> usize {
+    let layout = layout(CHUNK);
+    // SAFETY: the layout is not empty; the advice is given and the zeros are written for memory that
+    // is ours alone.
+    unsafe {
+        let memory = std::alloc::alloc(layout);
+        if memory.is_null() {
+            std::alloc::handle_alloc_error(layout);
+        }
+        // Before it is touched. It is advice: a system that cannot follow it says so, and nothing
+        // is different but the speed.
+        #[cfg(target_os = "linux")]
+        libc::madvise(memory.cast(), CHUNK, libc::MADV_HUGEPAGE);
+        memory.write_bytes(0, CHUNK);
+        memory.expose_provenance()
+    }
+}
+
+fn release(address: usize, len: usize) {
+    // SAFETY: it came from `alone` or `chunk` with this length, and nobody knows of it any more.
+    unsafe {
+        std::alloc::dealloc(std::ptr::with_exposed_provenance_mut(address), layout(len));
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(oncekey_loom))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What is handed out.
+    struct Block {
+        address: u64,
+        len: usize,
+    }
+
+    impl Block {
+        fn bytes(&mut self) -> &mut [u8] {
+            let address = std::ptr::with_exposed_provenance_mut(self.address as usize);
+            // SAFETY: so much was handed out.
+            unsafe { std::slice::from_raw_parts_mut(address, self.len) }
+        }
+    }
+
+    fn give_back(pages: &Pages, block: Block) {
+        // SAFETY: it was taken with this length.
+        unsafe { pages.give_back(block.address, block.len) }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        /// What is handed out is zero, aligned, and nobody else's; of a chunk that is free nothing
+        /// stays, nor does a free block have a free twin.
+        #[test]
+        fn blocks_are_zero_and_ones_own(
+            steps in prop::collection::vec((0..=ORDERS, any::<u8>(), any::<bool>()), 1..100),
+        ) {
+            let pages = Pages::default();
+            let mut blocks: Vec<Block> = Vec::new();
+            for (order, pick, gives) in steps {
+                if gives && !blocks.is_empty() {
+                    let block = blocks.swap_remove(usize::from(pick) % blocks.len());
+                    give_back(&pages, block);
+                } else {
+                    // One size is larger than a chunk, and one is no power of two.
+                    let len = (SMALLEST << order) + if pick == 0 { 64 } else { 0 };
+                    let mut block = Block { address: pages.take(len), len };
+                    prop_assert!(block.address.is_multiple_of(LINE as u64));
+                    prop_assert!(block.bytes().iter().all(|byte| *byte == 0));
+                    block.bytes().fill(pick | 1);
+                    let end = block.address + len as u64;
+                    let meets = |other: &Block| {
+                        other.address < end && block.address < other.address + other.len as u64
+                    };
+                    prop_assert!(!blocks.iter().any(meets));
+                    blocks.push(block);
+                }
+                let free = pages.0.lock();
+                for (order, of_size) in free.blocks.iter().enumerate().take(ORDERS - 1) {
+                    let twin = |address: &usize| address ^ (SMALLEST << order);
+                    prop_assert!(!of_size.keys().any(|block| of_size.contains_key(&twin(block))));
+                }
+            }
+            blocks.drain(..).for_each(|block| give_back(&pages, block));
+            let free = pages.0.lock();
+            prop_assert_eq!((free.out, free.chunks.len()), (0, 0));
+        }
+    }
+}
