@@ -15,7 +15,7 @@ use std::{
 };
 
 use crate::{
-    clock::{Clock, SystemClock},
+    clock::Timer,
     engine::{Answer, Asked, Hold, Met, Running},
     error::ClaimError,
     fingerprint::{Fingerprint, Scheme},
@@ -138,22 +138,22 @@ impl Pending {
     /// [`TimedOut`] gives the pending back.
     #[expect(clippy::result_large_err, reason = "the pending comes back as it was, unboxed")]
     pub fn wait_timeout(self, limit: Duration) -> Result<Settled, TimedOut> {
-        let timer = SystemClock::new();
+        let timer = Timer::start();
         let mut wait = self.wait();
         loop {
             // A lapsed lease ends the nap too, whether or not a sweep runs (R13). One nap of at
             // least a millisecond, so that a lease that is about to lapse does not spin.
-            let left = limit.saturating_sub(timer.now());
+            let left = limit.saturating_sub(timer.elapsed());
             let nap = left.min(wait.remaining().max(Duration::from_millis(1)));
             if let Some(settled) = block_on(&mut wait, nap) {
                 return Ok(settled);
             }
-            if limit > timer.now() && !wait.remaining().is_zero() {
+            if limit > timer.elapsed() && !wait.remaining().is_zero() {
                 // The owner has renewed: the seat in the queue stays.
                 continue;
             }
             match wait.into_pending() {
-                Ok(pending) if limit <= timer.now() => return Err(TimedOut { pending }),
+                Ok(pending) if limit <= timer.elapsed() => return Err(TimedOut { pending }),
                 Ok(pending) => wait = pending.wait(),
                 Err(settled) => return Ok(settled),
             }
@@ -318,7 +318,7 @@ impl fmt::Debug for Wait {
 
 /// Runs `future` on this thread, at most `limit` of real time.
 pub(crate) fn block_on<F: Future + Unpin>(future: &mut F, limit: Duration) -> Option<F::Output> {
-    let timer = SystemClock::new();
+    let timer = Timer::start();
     let parker = Arc::new(Parker { thread: thread::current(), rung: AtomicBool::new(false) });
     let waker = Waker::from(Arc::clone(&parker));
     let mut cx = Context::from_waker(&waker);
@@ -328,7 +328,7 @@ pub(crate) fn block_on<F: Future + Unpin>(future: &mut F, limit: Duration) -> Op
         }
         // Acquire, partner of the Release in `wake`: what the waker did before is seen by the poll.
         while !parker.rung.swap(false, Ordering::Acquire) {
-            let left = limit.saturating_sub(timer.now());
+            let left = limit.saturating_sub(timer.elapsed());
             if left.is_zero() {
                 return None;
             }

@@ -93,10 +93,14 @@ pub(crate) fn check(key: &[u8]) -> Result<(), KeyError> {
     if key.len() > MAX_KEY {
         return Err(KeyError::TooLong { len: key.len() });
     }
-    if let Some((at, &byte)) = key.iter().enumerate().find(|(_, b)| !matches!(b, 0x20..=0x7e)) {
+    let is_bad = |byte: &u8| !matches!(byte, 0x20..=0x7e);
+    // Without a way out in between, so that many bytes are looked at in one step.
+    if key.iter().fold(false, |bad, byte| bad | is_bad(byte))
+        && let Some((at, &byte)) = key.iter().enumerate().find(|(_, byte)| is_bad(byte))
+    {
         return Err(KeyError::BadByte { at, byte });
     }
-    if key.iter().all(|&byte| byte == b' ') {
+    if key[0] == b' ' && key.iter().all(|&byte| byte == b' ') {
         return Err(KeyError::Blank);
     }
     Ok(())

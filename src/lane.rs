@@ -1,7 +1,8 @@
 //! What threads that rarely meet write to, so that they rarely write to the same line of memory.
 //!
-//! Ground rules: which lane a thread takes decides nothing, it only spreads. A claim keeps to one
-//! lane from winning to its end, so that what it added there it also takes away there.
+//! Ground rules: which lane a thread takes decides nothing, it only spreads: it is that of the
+//! processor that it runs on, so that of many threads those that run have different ones. A claim
+//! keeps to one lane from winning to its end, so that what it added there it also takes away there.
 
 use crate::{
     record::Cells,
@@ -41,8 +42,19 @@ pub(crate) fn lanes() -> usize {
     threads.next_power_of_two().min(64)
 }
 
+/// A number for the place where this thread runs: threads that run at the same time rarely have the
+/// same.
+pub(crate) fn here() -> usize {
+    // A nanosecond or two where the C library keeps the number at hand, as glibc does since 2.35.
+    #[cfg(all(target_os = "linux", not(oncekey_loom)))]
+    if let Ok(processor) = nix::sched::sched_getcpu() {
+        return processor;
+    }
+    of_thread()
+}
+
 /// A number of the present thread: neighbours have different ones.
-pub(crate) fn of_thread() -> usize {
+fn of_thread() -> usize {
     static NEXT: Tally = Tally::new(0);
     thread_local! {
         static OWN: usize = NEXT.fetch_add(1, Ordering::Relaxed) as usize;

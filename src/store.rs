@@ -214,10 +214,11 @@ impl StoreBuilder {
     ///
     /// [`ConfigError`] names the setting and its bound.
     pub fn build(self) -> Result<Store, ConfigError> {
+        let lag = Millis::rounding_up(self.clock.0.lag());
         let settings = Settings {
-            retention: span("retention", self.retention)?,
-            lease: span("lease", self.lease)?,
-            max_run: span("max_run", self.max_run)?,
+            retention: span("retention", self.retention)?.plus(lag),
+            lease: span("lease", self.lease)?.plus(lag),
+            max_run: span("max_run", self.max_run)?.plus(lag),
             tick: span("tick", self.tick)?,
             reserve: self.outcome_reserve,
             on_abandon: self.on_abandon,
@@ -457,7 +458,7 @@ impl Store {
     /// The present thread's hold.
     fn hold(&self) -> &Arc<Hold> {
         // A power of two of them, at least one.
-        &self.holds[lane::of_thread() & (self.holds.len() - 1)]
+        &self.holds[lane::here() & (self.holds.len() - 1)]
     }
 
     fn engine(&self) -> &Engine {

@@ -276,12 +276,12 @@ impl Engine {
 
     /// The lane of the present thread.
     pub(crate) fn own_lane(&self) -> &Lane {
-        self.lane(lane::of_thread())
+        self.lane(lane::here())
     }
 
     /// Keeps what this thread looks at from being freed.
     pub(crate) fn pin(&self) -> Guard<'_> {
-        self.domain.pin(lane::of_thread())
+        self.domain.pin(lane::here())
     }
 
     pub(crate) fn hash(&self, frame: &Frame) -> u64 {
@@ -366,7 +366,7 @@ impl Engine {
         seated: bool,
         guard: &Guard<'_>,
     ) -> Result<Met, ClaimError> {
-        let mut fresh = Fresh {
+        let new = || Fresh {
             engine: self,
             lane,
             guard,
@@ -375,6 +375,7 @@ impl Engine {
             has_room: false,
             owned: None,
         };
+        let mut fresh: Option<Fresh<'_>> = None;
         loop {
             let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, guard);
             match self.meet(lane, seen.what, asked, now, guard) {
@@ -388,14 +389,16 @@ impl Engine {
                     Err(NoSeat::LookAgain) => {}
                 },
                 Meeting::Lapsed(cell, word) => {
+                    let fresh = fresh.get_or_insert_with(new);
                     // First: a claim that is refused must not have ended the old one.
                     fresh.enter(now, true)?;
-                    self.take_over(&mut fresh, cell, word, now);
+                    self.take_over(fresh, cell, word, now);
                 }
                 Meeting::Over(over) => {
+                    let fresh = fresh.get_or_insert_with(new);
                     fresh.enter(now, over.is_some())?;
                     if let Some((place, record)) = over {
-                        self.succeed(&mut fresh, place, record, now)?;
+                        self.succeed(fresh, place, record, now)?;
                     }
                     if let Some(won) = fresh.put(hash, asked.own, &seen, now) {
                         return Ok(won);

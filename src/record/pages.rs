@@ -187,7 +187,10 @@ fn chunk() -> usize {
         // Before it is touched. It is advice: a system that cannot follow it says so, and nothing
         // is different but the speed.
         #[cfg(target_os = "linux")]
-        libc::madvise(memory.cast(), CHUNK, libc::MADV_HUGEPAGE);
+        if let Some(memory) = std::ptr::NonNull::new(memory.cast()) {
+            use nix::sys::mman::{MmapAdvise, madvise};
+            let _ = madvise(memory, CHUNK, MmapAdvise::MADV_HUGEPAGE);
+        }
         memory.write_bytes(0, CHUNK);
         memory.expose_provenance()
     }
