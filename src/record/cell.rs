@@ -417,12 +417,12 @@ impl Cells {
         (next, false)
     }
 
-    /// Frees all blocks without a taken cell but one.
+    /// Frees all blocks without a taken cell.
     fn free_blocks(&self, guard: &Guard<'_>) {
         let mut freed = Vec::new();
         let mut blocks = self.blocks.lock();
         let mut index = blocks.len();
-        while index > 1 {
+        while index > 0 {
             index -= 1;
             let block = &blocks[index];
             // Acquire, partner of the Release in `give_back`; invariant 3.
