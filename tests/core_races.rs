@@ -315,6 +315,49 @@ fn case_095_what_was_claimed_is_found_while_the_table_grows() {
     assert_eq!(store.stats().keys as u64, 16 * each);
 }
 
+/// A reader came between the place where a record was and the one to which it was moved.
+#[test]
+fn r16_a_record_is_seen_while_it_is_moved_out_of_a_slab_full_of_holes() {
+    let _watchdog = watchdog_of(Duration::from_secs(300));
+    let (store, _) = by_hand();
+    let kept = id("kept");
+    store.claim(&kept, same()).won().complete(whole(7)).unwrap();
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    match store.observe(&kept, same()) {
+                        Some(Claim::Replay(replay)) => check(replay.outcome()),
+                        other => panic!("{other:?}"),
+                    }
+                    assert!(store.look_up(&kept).is_some());
+                }
+            });
+        }
+        let _done = OnEnd(&done);
+        for round in 0..rounds() / 10 {
+            // More than a slab of them: the one with the record is closed and mostly dead.
+            for n in 0..40 {
+                let name = format!("{round} {n}");
+                store.claim(&id(&name), same()).won().complete(whole(7)).unwrap();
+                assert_eq!(store.forget(&id(&name)), Ok(true));
+            }
+            store.sweep();
+        }
+    });
+    assert_eq!(store.stats().keys, 1);
+}
+
+/// Tells other threads to end, also if this one panics.
+struct OnEnd<'a>(&'a AtomicBool);
+
+impl Drop for OnEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn drain_says_that_nothing_runs_only_when_nothing_runs() {
     let _watchdog = watchdog_of(Duration::from_secs(120));

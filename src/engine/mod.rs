@@ -11,6 +11,8 @@
 //!    it to `Completed` gives back what the record does not need; the rest goes with the record.
 //! 2. Who moves a cell away from `InFlight` takes it off the lane's count and wakes its waiters.
 //! 3. A cell is retired once, by the thread that its word appoints, after the index lets go of it.
+//! 4. A record that seems over may have been moved: its new place is in the index before the old one
+//!    is dead. It is over for who finds the same again after he has seen it so.
 //!
 //! This file claims; `settle.rs` ends claims; `operate.rs` serves operators; `sweep.rs` reaps.
 
@@ -333,11 +335,16 @@ impl Engine {
     ) -> Option<Met> {
         let guard = self.pin();
         let now = self.now();
-        let seen = self.index.find(hash, frame, For::Reading, &self.slabs, &guard);
-        let met = match self.meet(lane, seen.what, asked, now, &guard) {
-            Meeting::Answer(met) => met,
-            Meeting::InFlight(cell) => Met::InFlight(Running::of(cell)),
-            Meeting::Lapsed(..) | Meeting::Over(_) | Meeting::Again => return None,
+        let mut before = What::Absent;
+        let met = loop {
+            let what = self.index.find(hash, frame, For::Reading, &self.slabs, &guard).what;
+            match self.meet(lane, what, asked, now, &guard) {
+                Meeting::Answer(met) => break met,
+                Meeting::InFlight(cell) => break Met::InFlight(Running::of(cell)),
+                // Invariant 4.
+                Meeting::Over(_) if !what.is_same(&before) => before = what,
+                Meeting::Lapsed(..) | Meeting::Over(_) | Meeting::Again => return None,
+            }
         };
         Self::count(lane, &met);
         Some(met)
@@ -376,6 +383,7 @@ impl Engine {
             owned: None,
         };
         let mut fresh: Option<Fresh<'_>> = None;
+        let mut before = What::Absent;
         loop {
             let seen = self.index.find(hash, frame, For::Claiming, &self.slabs, guard);
             match self.meet(lane, seen.what, asked, now, guard) {
@@ -396,9 +404,17 @@ impl Engine {
                 }
                 Meeting::Over(over) => {
                     let fresh = fresh.get_or_insert_with(new);
-                    fresh.enter(now, over.is_some())?;
-                    if let Some((place, record)) = over {
-                        self.succeed(fresh, place, record, now)?;
+                    let entered = fresh.enter(now, over.is_some()).and_then(|()| match over {
+                        Some((place, record)) => self.succeed(fresh, place, record, now),
+                        None => Ok(()),
+                    });
+                    if let Err(refused) = entered {
+                        // Invariant 4: what is there needs no room to be replayed.
+                        if seen.what.is_same(&before) {
+                            return Err(refused);
+                        }
+                        before = seen.what;
+                        continue;
                     }
                     if let Some(won) = fresh.put(hash, asked.own, &seen, now) {
                         return Ok(won);

@@ -32,17 +32,36 @@ pub(crate) struct Shown {
     pub(crate) waiters: usize,
 }
 
+/// What stands for an identity.
+struct Viewed<'g> {
+    cell: Option<&'g Cell>,
+    record: Option<&'g Record>,
+    view: View,
+}
+
 impl Engine {
     fn find<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> What<'g> {
         self.index.find(self.hash(frame), frame, For::Reading, &self.slabs, guard).what
     }
 
-    /// The cell of an identity and what it is, or what its record is; `Gone` if a caller would not
-    /// see it.
-    fn view<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> (Option<&'g Cell>, View) {
+    /// The cell or the record of an identity and what it is; `Gone` if a caller would not see it.
+    fn view<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> Viewed<'g> {
+        let mut before = What::Absent;
+        loop {
+            let what = self.find(frame, guard);
+            let viewed = self.view_of(what, guard);
+            // Invariant 4 of the engine.
+            if viewed.view != View::Gone || what.is_same(&before) {
+                return viewed;
+            }
+            before = what;
+        }
+    }
+
+    fn view_of<'g>(&'g self, what: What<'g>, guard: &'g Guard<'g>) -> Viewed<'g> {
         let now = self.now();
-        let (cell, record) = match self.find(frame, guard) {
-            What::Absent => return (None, View::Gone),
+        let (cell, record) = match what {
+            What::Absent => (None, None),
             What::Record(_, record) => (None, Some(record)),
             What::Cell(cell) => {
                 let mut word = cell.word();
@@ -52,15 +71,16 @@ impl Engine {
                 }
                 match word.view(now) {
                     View::Completed => (Some(cell), self.slabs.at(word.place(), guard)),
-                    view => return (Some(cell), view),
+                    view => return Viewed { cell: Some(cell), record: None, view },
                 }
             }
         };
-        match record {
-            Some(record) if !record.is_over(now) && record.is_kept() => (cell, View::Completed),
-            Some(record) if !record.is_over(now) => (cell, View::NotKept),
-            _ => (cell, View::Gone),
-        }
+        let view = match record {
+            Some(record) if !record.is_over(now) && record.is_kept() => View::Completed,
+            Some(record) if !record.is_over(now) => View::NotKept,
+            _ => View::Gone,
+        };
+        Viewed { cell, record, view }
     }
 
     /// When the present owner has won and when its lease ends, if one runs.
@@ -75,7 +95,7 @@ impl Engine {
     pub(crate) fn show(&self, frame: &Frame) -> Option<Shown> {
         let guard = self.pin();
         // Judges a lapse, as a caller would.
-        let (_, view) = self.view(frame, &guard);
+        let Viewed { cell, record, view } = self.view(frame, &guard);
         let now = self.now();
         let retention = Duration::from_millis(self.settings.retention.0);
         let of_record = |record: &Record| {
@@ -86,25 +106,23 @@ impl Engine {
         if view == View::Gone {
             return None;
         }
-        match self.find(frame, &guard) {
-            What::Absent => None,
-            What::Record(_, record) => Some(of_record(record)),
-            What::Cell(cell) => {
-                let word = cell.word();
-                let since = match word.kind() {
-                    Kind::Completed => return self.slabs.at(word.place(), &guard).map(of_record),
-                    Kind::InFlight => cell.claimed(),
-                    Kind::Held | Kind::NotKept | Kind::Ended => cell.settled(),
-                };
-                Some(Shown {
-                    view,
-                    age: now.since(since),
-                    remaining: word.at().since(now),
-                    token: cell.token(),
-                    waiters: self.waiters.count(cell),
-                })
-            }
+        if let Some(record) = record {
+            return Some(of_record(record));
         }
+        let cell = cell?;
+        let word = cell.word();
+        let since = match word.kind() {
+            Kind::Completed => return self.slabs.at(word.place(), &guard).map(of_record),
+            Kind::InFlight => cell.claimed(),
+            Kind::Held | Kind::NotKept | Kind::Ended => cell.settled(),
+        };
+        Some(Shown {
+            view,
+            age: now.since(since),
+            remaining: word.at().since(now),
+            token: cell.token(),
+            waiters: self.waiters.count(cell),
+        })
     }
 
     /// Settles a held identity with an outcome, or by release: then the next caller runs.
@@ -115,7 +133,8 @@ impl Engine {
     ) -> Result<(), ResolveError> {
         let guard = self.pin();
         let lane = self.own_lane();
-        let cell = match self.view(frame, &guard) {
+        let Viewed { cell, view, .. } = self.view(frame, &guard);
+        let cell = match (cell, view) {
             (Some(cell), View::Held) => cell,
             (_, View::InFlight | View::Lapsed) => return Err(ResolveError::InFlight),
             (_, View::Completed | View::NotKept) => return Err(ResolveError::Completed),

@@ -238,7 +238,15 @@ impl Index {
                                     Err(moved) => value = moved,
                                 }
                             }
-                            None => break,
+                            None => {
+                                // Not gone but moved, perhaps, while this thread looked: then who
+                                // has seen its slab go sees the slot or the bucket changed too.
+                                let again = Value(slot.load(Ordering::Acquire));
+                                if again == value && !head.is_done() {
+                                    break;
+                                }
+                                value = again;
+                            }
                         }
                     }
                 }
@@ -502,6 +510,16 @@ fn walk_bucket<'g>(
 }
 
 impl What<'_> {
+    /// Whether a thread that holds its guard still has found nothing else than before.
+    pub(crate) fn is_same(&self, before: &Self) -> bool {
+        match (self, before) {
+            (Self::Absent, Self::Absent) => true,
+            (Self::Cell(cell), Self::Cell(before)) => std::ptr::eq(*cell, *before),
+            (Self::Record(place, _), Self::Record(before, _)) => place == before,
+            _ => false,
+        }
+    }
+
     fn is_of(&self, frame: &[u8]) -> bool {
         match self {
             Self::Absent => false,
