@@ -141,6 +141,12 @@ mod counted {
                 left = true;
             }
         }
+
+        /// Whether nothing waits to be freed.
+        pub(crate) fn is_clean(&self) -> bool {
+            let garbage = self.garbage.lock();
+            garbage.fresh.is_empty() && garbage.old.is_empty()
+        }
     }
 
     impl Guard<'_> {
@@ -199,6 +205,10 @@ mod keeping {
 
         pub(crate) fn collect(&self) -> bool {
             false
+        }
+
+        pub(crate) fn is_clean(&self) -> bool {
+            true
         }
     }
 

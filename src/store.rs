@@ -660,3 +660,59 @@ impl fmt::Debug for Drain {
         f.debug_struct("Drain").field("in_flight", &self.engine.stats().in_flight).finish()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic, reason = "this is a test")]
+
+    use super::*;
+    use crate::clock::ManualClock;
+
+    const LEASE: Duration = Duration::from_secs(60);
+
+    /// Whether the sweep's thread would sleep until a claim wakes it.
+    fn would_sleep(store: &Store) -> bool {
+        let background = Background(Arc::downgrade(store.hold().engine()));
+        matches!(background.sweep(|_| {}), Some(None))
+    }
+
+    fn store() -> (Store, ManualClock) {
+        let clock = ManualClock::new();
+        let builder = Store::builder().lease(LEASE).sweep(Sweep::Manual).clock(clock.clone());
+        (builder.build().unwrap(), clock)
+    }
+
+    fn win(store: &Store, key: &str) -> crate::Permit {
+        let id = Identity::new("acct", "POST /charges", key).unwrap();
+        match store.claim(&id, Fingerprint::request("POST", "/charges", b"")) {
+            Ok(Claim::Won(permit)) => permit,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn r26_the_sweep_does_not_fall_asleep_over_what_was_released() {
+        let (store, clock) = store();
+        // Few: no table grows, and none is moved when it is empty again.
+        let permits: Vec<_> = (0..50).map(|n| win(&store, &n.to_string())).collect();
+        permits.into_iter().for_each(|permit| permit.release().unwrap());
+        assert_eq!(store.stats().keys, 0);
+        assert!(!would_sleep(&store), "cells are still left in their slots");
+        clock.advance(LEASE);
+        assert!(would_sleep(&store), "once they are due, one sweep gives all back");
+    }
+
+    #[test]
+    fn r26_the_sweep_does_not_fall_asleep_over_what_a_reader_held_back() {
+        let (store, clock) = store();
+        for n in 0..1_000 {
+            win(&store, &n.to_string()).complete(Outcome::new(200)).unwrap();
+        }
+        clock.advance(store.retention() + LEASE);
+        let reader = store.engine().pin();
+        assert!(!would_sleep(&store), "somebody still looks at what is to be freed");
+        assert_eq!(store.stats().keys, 0);
+        drop(reader);
+        assert!(would_sleep(&store));
+    }
+}

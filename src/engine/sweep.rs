@@ -108,9 +108,15 @@ impl Engine {
         (step, woken)
     }
 
-    /// Whether nothing is in the store; if so, the next claim rings the alarm.
+    /// Whether nothing is in the store, nor anything left of what was; if so, the next claim rings
+    /// the alarm. Until then nobody else frees what a released claim has left in its slot, or what
+    /// a reader has held back (R26).
     pub(crate) fn is_empty(&self) -> bool {
+        // First: who ends a claim later than this draws room for it after this, and rings.
         self.room.call_back()
+            && self.lanes.iter().all(|lane| lane.cells.is_idle())
+            && self.slabs.is_empty()
+            && self.domain.is_clean()
     }
 
     /// Gives memory back that a burst has left behind (R26), a bounded step of it; true if there is
@@ -118,6 +124,11 @@ impl Engine {
     pub(crate) fn trim(&self) -> bool {
         let mut turn = self.sweeping.lock();
         let mut more = self.domain.collect();
+        if more {
+            // Cells were given back, perhaps the last of their blocks.
+            let guard = self.pin();
+            self.lanes.iter().for_each(|lane| lane.cells.free_blocks(&guard));
+        }
         more |= self.slabs.clean();
         if turn.gone > 512 || turn.gone > 0 && self.room.used().0 == 0 {
             let guard = self.pin();

@@ -389,9 +389,6 @@ impl Cells {
         let mut next: Option<Millis> = None;
         let mut left = budget;
         for block in &blocks {
-            if block.retired.load(Ordering::Relaxed) != 0 {
-                flush(Arc::clone(block), guard);
-            }
             let free = block.free.load(Ordering::Relaxed);
             if free & ALL == ALL {
                 continue;
@@ -409,6 +406,9 @@ impl Cells {
                 }
                 block.due.store(due.0, Ordering::Relaxed);
             }
+            if block.retired.load(Ordering::Relaxed) != 0 {
+                flush(Arc::clone(block), guard);
+            }
             let due = Millis(block.due.load(Ordering::Relaxed));
             next = Some(next.map_or(due, |next| next.min(due)));
         }
@@ -417,8 +417,13 @@ impl Cells {
         (next, false)
     }
 
+    /// Whether there is nothing to look at and nothing to free.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.blocks.lock().is_empty()
+    }
+
     /// Frees all blocks without a taken cell.
-    fn free_blocks(&self, guard: &Guard<'_>) {
+    pub(crate) fn free_blocks(&self, guard: &Guard<'_>) {
         let mut freed = Vec::new();
         let mut blocks = self.blocks.lock();
         let mut index = blocks.len();

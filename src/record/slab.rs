@@ -470,6 +470,11 @@ impl Slabs {
         self.number.load(Ordering::Acquire)
     }
 
+    /// Whether there is no slab.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.live.load(Ordering::Relaxed) == 0
+    }
+
     fn entry(&self, index: usize) -> Option<&AtomicU64> {
         // Acquire, partner of the Release in `open`.
         let chunk = self.directory.get(index / CHUNK)?.load(Ordering::Acquire) as usize;
