@@ -32,6 +32,12 @@ pub(crate) struct Shown {
     pub(crate) waiters: usize,
 }
 
+/// A sum of counts as a gauge shows it. The lanes are read one after the other: of a claim that comes
+/// in one and goes in another meanwhile only the going may be seen, and the sum may be below zero.
+fn shown(in_flight: usize) -> usize {
+    if in_flight > usize::MAX / 2 { 0 } else { in_flight }
+}
+
 /// What stands for an identity.
 struct Viewed<'g> {
     cell: Option<&'g Cell>,
@@ -258,7 +264,7 @@ impl Engine {
         let mut stats = Stats {
             keys,
             bytes,
-            in_flight: self.in_flight(),
+            in_flight: shown(self.in_flight()),
             waiters: self.waiters.total(),
             nearly_full: self.room.nearly_full(),
             sweep_alive: !self.alarm.is_dead(),
