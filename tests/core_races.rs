@@ -19,7 +19,7 @@ use std::{
 };
 
 use oncekey::{
-    Claim, ClaimError, Clock, Fingerprint, Lapse, ManualClock, Outcome, Pending, Permit,
+    Abandon, Claim, ClaimError, Clock, Fingerprint, Lapse, ManualClock, Outcome, Pending, Permit,
     Resolution, Settled, Store, Sweep,
 };
 
@@ -653,6 +653,135 @@ fn drain_a_waker_may_call_the_store() {
     for drain in drains {
         block_on(drain);
     }
+}
+
+#[test]
+fn drain_a_waker_may_call_the_store_whatever_has_landed_last() {
+    let _watchdog = watchdog();
+    type Event = fn(&Store, &ManualClock);
+    let events: [(&str, Event); 4] = [
+        ("lapse", |store, clock| {
+            clock.advance(LEASE);
+            store.sweep();
+        }),
+        ("lapse that is met", |store, clock| {
+            clock.advance(LEASE);
+            // The waker forgets it.
+            let met = store.claim(&id("k"), fp(""));
+            assert!(matches!(met, Err(ClaimError::Draining)));
+        }),
+        ("forget", |store, _| assert!(store.forget_forced(&id("k")))),
+        ("forget of the account", |store, clock| {
+            clock.advance(LEASE);
+            assert_eq!(store.forget_account("acct"), 1);
+        }),
+    ];
+    for (event, happen) in events {
+        let (store, clock) = by_hand();
+        let permit = store.claim(&id("k"), fp("")).won();
+        let mut drain = store.drain();
+        let done = Arc::new(AtomicUsize::new(0));
+        let (inside, counted) = (store.clone(), Arc::clone(&done));
+        let waker = Hook::on_wake(move || {
+            inside.sweep();
+            let _ = inside.forget(&id("k"));
+            inside.forget_account("acct");
+            counted.fetch_add(1, Ordering::SeqCst);
+        });
+        assert!(poll_with(&mut drain, &waker).is_pending());
+        happen(&store, &clock);
+        assert_eq!(done.load(Ordering::SeqCst), 1, "{event}");
+        drop(permit);
+        assert_eq!(store.stats().in_flight, 0, "{event}");
+    }
+}
+
+#[test]
+fn drain_a_waker_that_panics_keeps_no_waiter_from_its_answer() {
+    let _watchdog = watchdog();
+    type Event = fn(Permit);
+    let events: [(&str, Event); 3] = [
+        ("complete", |permit| drop(permit.complete(outcome("1")))),
+        ("hold", |permit| drop(permit.hold())),
+        ("answer", |permit| drop(permit.release_with(outcome("503")))),
+    ];
+    for (event, happen) in events {
+        let (store, clock) = by_hand();
+        let permit = store.claim(&id("k"), fp("")).won();
+        let mut task = Task::listed(store.claim(&id("k"), fp("")).pending());
+        let mut drain = store.drain();
+        let waker = Hook::on_wake(|| panic!("seeded by the test"));
+        assert!(poll_with(&mut drain, &waker).is_pending());
+        let ended = catch_unwind(AssertUnwindSafe(|| happen(permit)));
+        assert!(ended.is_err(), "{event}: the caller sees the panic");
+        assert_eq!(task.wakes(), 1, "{event}");
+        match task.poll() {
+            Some(Settled::Completed(_)) if event == "complete" => {}
+            Some(Settled::Held) if event == "hold" => {}
+            Some(Settled::Answered(_)) if event == "answer" => {}
+            other => panic!("{event}: {other:?}"),
+        }
+        clock.advance(DAY + SECOND);
+        store.sweep();
+        assert_eq!((store.stats().keys, store.stats().bytes), (0, 0), "{event}");
+    }
+}
+
+#[test]
+fn drain_is_told_by_a_claim_that_is_refused_after_the_last_has_landed() {
+    // A claim that found no room is still counted while its sweep wakes others; there the last
+    // owner lands, and only the refused claim can tell the drain.
+    let _watchdog = watchdog();
+    let (store, clock) = by_hand_with(|builder| builder.max_keys(2));
+    let last = store.claim(&id("last"), fp("")).won();
+    last.attend().unwrap();
+    let lapsed = store.claim(&id("lapsed"), fp("")).won();
+    let mut wait = store.claim(&id("lapsed"), fp("")).pending().wait();
+    let told = Arc::new(AtomicBool::new(false));
+    let drain = Arc::new(Mutex::new(None));
+    let (inside, kept, tells) = (store.clone(), Arc::clone(&drain), Arc::clone(&told));
+    let waker = Hook::on_wake(move || {
+        let mut drain = inside.drain();
+        let bell = Hook::on_wake(move || tells.store(true, Ordering::SeqCst));
+        assert!(poll_with(&mut drain, &bell).is_pending());
+        last.complete(outcome("last")).unwrap();
+        assert_eq!(inside.stats().in_flight, 1, "the claim that is about to be refused");
+        *kept.lock().unwrap() = Some(drain);
+    });
+    assert!(poll_with(&mut wait, &waker).is_pending());
+    clock.advance(LEASE);
+    assert!(matches!(store.claim(&id("new"), fp("")), Err(ClaimError::Full { .. })));
+    assert!(told.load(Ordering::SeqCst), "the drain sleeps on");
+    assert_eq!(store.stats().in_flight, 0);
+    drop(lapsed);
+}
+
+#[test]
+fn r14_a_waker_of_an_heir_may_panic_while_the_owner_does() {
+    let _watchdog = watchdog();
+    let (store, _) = by_hand_with(|builder| builder.on_abandon(Abandon::Release));
+    let permit = store.claim(&id("k"), fp("")).won();
+    let mut wait = store.claim(&id("k"), fp("")).pending().wait();
+    assert!(poll_with(&mut wait, &Hook::on_wake(|| panic!("seeded by the test"))).is_pending());
+    let ended = catch_unwind(AssertUnwindSafe(move || {
+        let _permit = permit;
+        panic!("the work");
+    }));
+    assert_eq!(*ended.unwrap_err().downcast::<&str>().unwrap(), "the work");
+    let stats = store.stats();
+    assert_eq!((stats.handed_over, stats.released, stats.won), (1, 1, 2));
+    match poll_with(&mut wait, Waker::noop()) {
+        Poll::Ready(settled) => settled.yours().release().unwrap(),
+        Poll::Pending => panic!("it is the heir"),
+    }
+    // The same of one that is given up by a verb: it is counted all the same.
+    let permit = store.claim(&id("k"), fp("")).won();
+    let mut wait = store.claim(&id("k"), fp("")).pending().wait();
+    assert!(poll_with(&mut wait, &Hook::on_wake(|| panic!("seeded by the test"))).is_pending());
+    assert!(catch_unwind(AssertUnwindSafe(move || permit.release())).is_err());
+    assert_eq!((store.stats().handed_over, store.stats().in_flight), (2, 1));
+    drop(wait);
+    assert_eq!(store.stats().in_flight, 0);
 }
 
 #[test]

@@ -605,10 +605,10 @@ impl Engine {
             }
             // The identity is the same, and so is the room.
             fresh.has_room = true;
-            self.landed(lane, Kind::InFlight);
+            let mut woken = self.landed(lane, Kind::InFlight);
             lane.counters.lapsed.up();
             lane.counters.taken_over.up();
-            drop(self.wake(cell, word, || Gift::LookAgain));
+            woken.join(self.wake(cell, word, || Gift::LookAgain));
         }
     }
 
@@ -712,7 +712,7 @@ impl Drop for Fresh<'_> {
             self.engine.leave_frame(self.lane, self.frame);
         }
         if self.counted {
-            self.engine.landed(self.lane, Kind::InFlight);
+            drop(self.engine.landed(self.lane, Kind::InFlight));
         }
     }
 }

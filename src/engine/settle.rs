@@ -11,7 +11,7 @@ use crate::{
         word::{Kind, View, Word},
     },
     sync::{Ordering, between_seq_cst},
-    waiters::{Gift, Woken, call_all},
+    waiters::{Gift, Woken},
 };
 
 use super::Engine;
@@ -119,14 +119,12 @@ impl Engine {
             lane.counters.not_kept_no_room.up();
         }
         if was_kept { &lane.counters.completed } else { &lane.counters.not_kept }.up();
-        self.landed(lane, word.kind());
-        let woken = if word.has_waiters() {
+        let mut woken = self.landed(lane, word.kind());
+        if word.has_waiters() {
             let outcome = answer.filter(|_| was_kept);
             let gift = || Gift::Completed { outcome: outcome.clone(), settled: now, end };
-            self.waiters.wake_all(cell, gift)
-        } else {
-            Woken::default()
-        };
+            woken.join(self.waiters.wake_all(cell, gift));
+        }
         if written.is_some() && !by.leaves_out(word) {
             Cells::retire(cell, guard);
         }
@@ -159,8 +157,9 @@ impl Engine {
                 return Err(self.lost_permit(lane, cell, By::Owner, cause, answer, &guard));
             }
             let heirs = word.kind() == Kind::InFlight && word.has_waiters() && answer.is_none();
-            if heirs && self.hand_over(lane, owned, word) {
+            if heirs && let Some(woken) = self.hand_over(lane, owned, word) {
                 lane.counters.released.up();
+                drop(woken);
                 return Ok(());
             }
             // No heir: either nobody is listed any more, or the state has moved. A registration
@@ -209,22 +208,22 @@ impl Engine {
             return false;
         }
         lane.counters.released.up();
-        let woken = self.wake(cell, word, || match answer {
+        let mut woken = self.wake(cell, word, || match answer {
             Some(answer) => Gift::Answer(answer.clone()),
             None => Gift::LookAgain,
         });
-        if haunts {
+        woken.join(if haunts {
             self.leave(lane, cell);
-            self.landed(lane, word.kind());
+            self.landed(lane, word.kind())
         } else {
-            self.ended(lane, cell, word.kind(), out, guard);
-        }
+            self.ended(lane, cell, word.kind(), out, guard)
+        });
         drop(woken);
         true
     }
 
-    /// Makes the oldest waiter the owner; false if there was none or the state has moved.
-    fn hand_over(&self, lane: &Lane, owned: &Owned, word: Word) -> bool {
+    /// Makes the oldest waiter the owner; `None` if there was none or the state has moved.
+    fn hand_over(&self, lane: &Lane, owned: &Owned, word: Word) -> Option<Woken> {
         let now = self.now();
         let cell = owned.cell();
         let deadline = now.plus(self.settings.lease);
@@ -234,12 +233,10 @@ impl Engine {
             let token = self.index.next_token();
             cell.name_owner(token, now);
             Some((owned.moved(), token))
-        });
-        if heir {
-            lane.counters.handed_over.up();
-            lane.counters.won.up();
-        }
-        heir
+        })?;
+        lane.counters.handed_over.up();
+        lane.counters.won.up();
+        Some(heir)
     }
 
     /// Shuts an identity because nobody knows whether the work was done. The permit is used up.
@@ -283,8 +280,9 @@ impl Engine {
         cell.swap(word, Word::new(Kind::Held, end).with_out(out)).ok()?;
         cell.settle(now);
         lane.counters.held.up();
-        self.landed(lane, Kind::InFlight);
-        Some(self.wake(cell, word, || Gift::LookAgain))
+        let mut woken = self.landed(lane, Kind::InFlight);
+        woken.join(self.wake(cell, word, || Gift::LookAgain));
+        Some(woken)
     }
 
     /// Moves the deadline of a lease to a lease from now, never backwards. An attended claim is
@@ -391,33 +389,44 @@ impl Engine {
     ) -> Option<Woken> {
         let out = word.is_out();
         cell.swap(word, word.ended().with_out(out)).ok()?;
-        let woken = self.wake(cell, word, || Gift::LookAgain);
-        self.ended(lane, cell, word.kind(), out, guard);
+        let mut woken = self.wake(cell, word, || Gift::LookAgain);
+        woken.join(self.ended(lane, cell, word.kind(), out, guard));
         Some(woken)
     }
 
     /// Called by whoever moved a claim from `from` to its end, where `out` tells whether a permit
     /// still has the cell.
-    fn ended(&self, lane: &Lane, cell: &Cell, from: Kind, out: bool, guard: &Guard<'_>) {
+    fn ended(
+        &self,
+        lane: &Lane,
+        cell: &Cell,
+        from: Kind,
+        out: bool,
+        guard: &Guard<'_>,
+    ) -> Woken {
         self.leave(lane, cell);
-        self.landed(lane, from);
+        let woken = self.landed(lane, from);
         self.index.swing(cell, None, &self.slabs, guard);
         if !out {
             Cells::retire(cell, guard);
         }
+        woken
     }
 
-    /// Called by whoever moved a claim out of `from`.
-    pub(super) fn landed(&self, lane: &Lane, from: Kind) {
+    /// Called by whoever moved a claim out of `from`. The last one wakes those who wait for the end
+    /// of a drain: when the answer is dropped, because the caller may have locked the sweep, and
+    /// has still to wake the waiters and to give the cell back should one of these panic.
+    pub(super) fn landed(&self, lane: &Lane, from: Kind) -> Woken {
         if from != Kind::InFlight {
-            return;
+            return Woken::default();
         }
         lane.in_flight.fetch_sub(1, Ordering::SeqCst);
         between_seq_cst();
         if self.draining.load(Ordering::SeqCst) && self.in_flight() == 0 {
             let wakers = std::mem::take(&mut self.drained.lock().wakers);
-            call_all(wakers.into_values());
+            return Woken::of(wakers.into_values());
         }
+        Woken::default()
     }
 
     /// Makes a record dead whose end has come, and gives its room back.

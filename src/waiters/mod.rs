@@ -130,6 +130,10 @@ impl Shard {
 pub(crate) struct Woken(Vec<Waker>);
 
 impl Woken {
+    pub(crate) fn of(wakers: impl IntoIterator<Item = Waker>) -> Self {
+        Self(wakers.into_iter().collect())
+    }
+
     /// Not to be called here.
     pub(crate) fn take(mut self) -> Vec<Waker> {
         std::mem::take(&mut self.0)
@@ -148,7 +152,7 @@ impl Drop for Woken {
 }
 
 /// Calls all wakers, the oldest first, also if one of them panics; then it panics as that one did.
-pub(crate) fn call_all(wakers: impl IntoIterator<Item = Waker>) {
+fn call_all(wakers: impl IntoIterator<Item = Waker>) {
     let mut panicked = None;
     for waker in wakers {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| waker.wake())) {
@@ -241,28 +245,23 @@ impl Waiters {
 
     /// Makes the oldest waiter of `cell` its next owner. `hand_over` names the new owner in the
     /// cell, under the list's lock, and answers with what it gets; `None` means that the cell has
-    /// moved on. Answers false if nobody became the owner.
+    /// moved on. The heir is woken when the answer is dropped; `None` if nobody became the owner.
     pub(crate) fn wake_heir(
         &self,
         cell: &Cell,
         hand_over: impl FnOnce() -> Option<(Owned, u64)>,
-    ) -> bool {
+    ) -> Option<Woken> {
         let mut shard = self.shard(cell.bits()).lock();
-        let Some(list) = shard.lists.get_mut(&cell.bits()) else { return false };
-        let Some(heir) = list.seats.first_entry() else { return false };
-        let Some((owned, token)) = hand_over() else { return false };
+        let list = shard.lists.get_mut(&cell.bits())?;
+        let heir = list.seats.first_entry()?;
+        let (owned, token) = hand_over()?;
         let seat = heir.remove();
         if list.seats.is_empty() {
             shard.remove(cell.bits());
         }
         self.exit(1);
         // The gift is laid down under the lock: an heir that leaves now finds it.
-        let waker = seat.give(Gift::Permit(owned, token));
-        drop(shard);
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-        true
+        Some(Woken::of(seat.give(Gift::Permit(owned, token))))
     }
 
     /// Settles those whose owner's lease has lapsed by `now`, and answers with when the next one may.
