@@ -757,6 +757,24 @@ fn drain_is_told_by_a_claim_that_is_refused_after_the_last_has_landed() {
 }
 
 #[test]
+fn drain_ends_no_lapsed_claim_for_one_that_it_refuses() {
+    let _watchdog = watchdog();
+    let (store, clock) = by_hand_with(|builder| builder.on_lapse(Lapse::TakeOver));
+    let first = store.claim(&id("k"), fp("")).won();
+    let mut wait = store.claim(&id("k"), fp("")).pending().wait();
+    let inside = store.clone();
+    // In the middle of the takeover.
+    let waker = Hook::on_wake(move || drop(inside.drain()));
+    assert!(poll_with(&mut wait, &waker).is_pending());
+    clock.advance(LEASE);
+    let second = store.claim(&id("k"), fp("")).won();
+    assert!(!store.drain().wait_timeout(Duration::ZERO), "the second runs");
+    assert!(first.complete(outcome("1")).is_err());
+    second.complete(outcome("2")).unwrap();
+    assert!(store.drain().wait_timeout(Duration::ZERO));
+}
+
+#[test]
 fn r14_a_waker_of_an_heir_may_panic_while_the_owner_does() {
     let _watchdog = watchdog();
     let (store, _) = by_hand_with(|builder| builder.on_abandon(Abandon::Release));

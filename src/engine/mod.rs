@@ -649,9 +649,11 @@ impl Fresh<'_> {
             self.lane.in_flight.fetch_add(1, Ordering::SeqCst);
             self.counted = true;
             between_seq_cst();
-        }
-        if engine.draining.load(Ordering::SeqCst) {
-            return Err(ClaimError::Draining);
+            // Once: a drain that begins later waits for this claim, which may have ended a lapsed
+            // one by then and must not be refused any more (R10).
+            if engine.draining.load(Ordering::SeqCst) {
+                return Err(ClaimError::Draining);
+            }
         }
         if !self.has_room {
             match engine.enter(self.lane, self.frame, now) {
