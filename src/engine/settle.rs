@@ -396,14 +396,7 @@ impl Engine {
 
     /// Called by whoever moved a claim from `from` to its end, where `out` tells whether a permit
     /// still has the cell.
-    fn ended(
-        &self,
-        lane: &Lane,
-        cell: &Cell,
-        from: Kind,
-        out: bool,
-        guard: &Guard<'_>,
-    ) -> Woken {
+    fn ended(&self, lane: &Lane, cell: &Cell, from: Kind, out: bool, guard: &Guard<'_>) -> Woken {
         self.leave(lane, cell);
         let woken = self.landed(lane, from);
         self.index.swing(cell, None, &self.slabs, guard);

@@ -26,7 +26,10 @@
 //!    taken out of the directory by one compare-and-swap: that thread gives the memory back.
 //! 3. A place is dead if the directory has another generation. Numbers go up; a number comes back
 //!    after 2^28, and by then no slot has an old place of it (see `index`).
-//! 4. All slabs of a lane stand in its queue in the order of opening, until they were reaped.
+//! 4. All slabs of a lane stand in its queue in the order of opening, until they were reaped. So
+//!    records stand there in the order of their ends, but for copies, which end earlier than what
+//!    stands around them: `copies` of a slab is no later than the end of any live one in it, and
+//!    that of the queue no later than that of any slab.
 //! 5. A large outcome is a value in its record: whoever makes the record dead has it dropped when
 //!    nobody reads it any more, which is before the slab's memory goes, because what is deferred
 //!    runs in order.
@@ -341,8 +344,10 @@ struct Slab {
     opened: Millis,
     /// Up to where all records are dead. Only the sweep writes it.
     reaped: AtomicU64,
-    /// Units of records that were killed before their end.
+    /// Units of records that were killed before their end, or before those in front of them.
     holes: Tally,
+    /// Before this time no copy in it ends. Only the sweep writes it.
+    copies: Tally,
     lane: usize,
 }
 
@@ -407,6 +412,8 @@ struct Queue {
     /// How long the next one is at most: what the last one had when it was closed for its age, and
     /// twice as much each time one is full.
     most: usize,
+    /// Before this time no copy in them ends.
+    copies: Millis,
 }
 
 /// Memory of slabs that are gone.
@@ -440,13 +447,19 @@ pub(crate) struct Slabs {
     pages: Arc<Pages>,
     /// After what time an open slab is closed though it is not full.
     patience: Millis,
+    retention: Millis,
 }
 
 impl Slabs {
     pub(crate) fn new(lanes: usize, retention: Millis, tick: Millis, pages: Arc<Pages>) -> Self {
         let lane = || Lane {
             open: AtomicU64::new(0),
-            queue: Mutex::new(Queue { slabs: VecDeque::new(), bytes: 0, most: LARGEST }),
+            queue: Mutex::new(Queue {
+                slabs: VecDeque::new(),
+                bytes: 0,
+                most: LARGEST,
+                copies: Millis::MAX,
+            }),
         };
         Self {
             lanes: (0..lanes).map(|_| lane()).collect(),
@@ -461,6 +474,7 @@ impl Slabs {
             })),
             pages,
             patience: Millis(retention.0 / 64).max(tick),
+            retention,
         }
     }
 
@@ -675,6 +689,7 @@ impl Slabs {
             opened: now,
             reaped: AtomicU64::new(first as u64),
             holes: Tally::new(0),
+            copies: Tally::new(Millis::MAX.0),
             lane: self.lanes.iter().position(|it| std::ptr::eq(it, lane)).unwrap_or(0),
         };
         // SAFETY: fresh memory of `len` bytes, aligned to a unit.
@@ -796,6 +811,11 @@ impl Slabs {
                     Stop::Cursor => turn += 1,
                 }
             }
+            match self.reap_copies(lane, now, &mut left, guard, &mut reaped) {
+                Stop::End(at) => sooner(at),
+                Stop::Budget => return (Some(now), true),
+                Stop::Unwritten | Stop::Cursor => {}
+            }
             self.close_old(lane, now, guard);
             let mut queue = lane.queue.lock();
             if queue.slabs.is_empty() {
@@ -806,6 +826,59 @@ impl Slabs {
             }
         }
         (next, false)
+    }
+
+    /// Makes copies dead whose end has come: they stand among younger records, which the walk from
+    /// the front waits for (R22).
+    fn reap_copies(
+        &self,
+        lane: &Lane,
+        now: Millis,
+        left: &mut usize,
+        guard: &Guard<'_>,
+        reaped: &mut impl FnMut(&Record),
+    ) -> Stop {
+        let queue = lane.queue.lock();
+        let mut next = queue.copies;
+        if next == Millis::MAX {
+            return Stop::Cursor;
+        }
+        if now < next {
+            return Stop::End(next);
+        }
+        let places: Vec<Place> = queue.slabs.iter().map(|(place, _)| *place).collect();
+        drop(queue);
+        next = Millis::MAX;
+        for place in places {
+            let Some(slab) = self.slab(place, guard) else { continue };
+            let mut at = Millis(slab.copies.load(Ordering::Relaxed));
+            if at <= now {
+                // What was completed while the slab was open ends no earlier than this.
+                let others = slab.opened.plus(self.retention);
+                let (dead, stop) = reap_early(slab, now, others, left, guard, reaped);
+                let emptied = slab.take_away(dead);
+                self.bury(slab, emptied, guard);
+                match stop {
+                    Stop::Budget => return Stop::Budget,
+                    Stop::End(end) => at = end,
+                    Stop::Unwritten | Stop::Cursor => at = Millis::MAX,
+                }
+                slab.copies.store(at.0, Ordering::Relaxed);
+            }
+            next = next.min(at);
+        }
+        lane.queue.lock().copies = next;
+        if next == Millis::MAX { Stop::Cursor } else { Stop::End(next) }
+    }
+
+    /// A copy lies at `place` of a lane. Called by the sweep.
+    fn note_copy(&self, lane: usize, place: Place, end: Millis, guard: &Guard<'_>) {
+        let (Some(lane), Some(slab)) = (self.lanes.get(lane), self.slab(place, guard)) else {
+            return;
+        };
+        slab.copies.fetch_min(end.0, Ordering::Relaxed);
+        let mut queue = lane.queue.lock();
+        queue.copies = queue.copies.min(end);
     }
 
     /// Closes the open slab of a lane if it is open for too long: its first record must not keep the
@@ -890,7 +963,7 @@ impl Slabs {
         }
         // From here on the copy is what others find. Who has found the old one before may kill it.
         match self.kill(from, old, guard) {
-            Killed::Now if self.confirm(new) => {}
+            Killed::Now if self.confirm(new) => self.note_copy(lane, to, new.end(), guard),
             Killed::Now => lost(new),
             Killed::Copy | Killed::Before => self.withdraw(to, new, guard),
         }
@@ -1016,6 +1089,45 @@ fn reap_slab(
     };
     slab.reaped.store(offset, Ordering::Relaxed);
     (dead, stop)
+}
+
+/// As [`reap_slab`], of those records only that end before `others`, wherever they stand. Stops at
+/// the end of the earliest that is left.
+fn reap_early(
+    slab: &Slab,
+    now: Millis,
+    others: Millis,
+    left: &mut usize,
+    guard: &Guard<'_>,
+    reaped: &mut impl FnMut(&Record),
+) -> (u64, Stop) {
+    let mut dead = 0;
+    let mut next = others;
+    let mut offset = slab.reaped.load(Ordering::Relaxed);
+    while offset < (slab.word.load(Ordering::Acquire) & (ONE - 1)).min(slab.cap) {
+        let record = slab.record(offset);
+        let state = record.state();
+        if state == UNWRITTEN {
+            break;
+        }
+        if state & KIND == LIVE && record.end() < others {
+            if now < record.end() {
+                next = next.min(record.end());
+            } else if *left == 0 {
+                return (dead, Stop::Budget);
+            } else {
+                *left -= 1;
+                if record.move_on(state, DEAD).is_ok() {
+                    reaped(record);
+                    record.drop_outcome(guard);
+                    slab.holes.fetch_add(state >> KIND_BITS, Ordering::Relaxed);
+                    dead += 1;
+                }
+            }
+        }
+        offset += state >> KIND_BITS;
+    }
+    (dead, if next < others { Stop::End(next) } else { Stop::Cursor })
 }
 
 impl Drop for Slabs {

@@ -86,6 +86,39 @@ fn r22_the_sweep_gives_everything_back_within_a_tick() {
 }
 
 #[test]
+fn r22_a_record_that_was_moved_together_ends_no_later_than_others() {
+    // Of the old ones one in ten stays, and is moved behind the young ones.
+    let (store, clock) = by_hand_with(|builder| builder.retention(HOUR));
+    let fill = |names: &str, many: usize| {
+        for n in 0..many {
+            let key = format!("{names}{n}");
+            store.claim(&id(&key), same()).won().complete(outcome(&key)).unwrap();
+        }
+    };
+    fill("old", 10_000);
+    clock.advance(HOUR / 2);
+    fill("young", 10_000);
+    for n in (0..10_000).filter(|n| n % 10 != 0) {
+        assert!(store.forget(&id(&format!("old{n}"))).unwrap());
+    }
+    store.sweep();
+    for round in 0..3 {
+        fill(&format!("more{round}-"), 1_000);
+        clock.advance(SECOND);
+        store.sweep();
+    }
+    assert_eq!(store.stats().keys, 14_000);
+    clock.advance(HOUR / 2 - 3 * SECOND - MS);
+    assert_eq!(store.sweep().reaped, 0);
+    clock.advance(MS);
+    assert_eq!(store.sweep().reaped, 1_000, "the old ones keep their room");
+    assert_eq!(store.stats().keys, 13_000);
+    clock.advance(HOUR / 2 + 3 * SECOND);
+    assert_eq!(store.sweep().reaped, 13_000);
+    assert_eq!((store.stats().keys, store.stats().bytes), (0, 0));
+}
+
+#[test]
 fn r22_a_lapsed_claim_is_kept_for_its_retention_and_no_longer() {
     for on_lapse in [Lapse::Hold, Lapse::TakeOver] {
         let (store, clock) = by_hand_with(|builder| builder.on_lapse(on_lapse));
