@@ -88,7 +88,10 @@ impl Since {
 }
 
 fn layer() -> IdempotencyLayer {
-    IdempotencyLayer::single_tenant(Store::builder().build().unwrap()).wait_limit(LONG)
+    IdempotencyLayer::single_tenant(Store::builder().build().unwrap())
+        .wait_limit(LONG)
+        .read_limit(LONG)
+        .capture_time(LONG)
 }
 
 /// `POST /charges`, which streams 64 MiB as `kind`.

@@ -154,6 +154,8 @@ impl Storm {
         };
         let layer = IdempotencyLayer::single_tenant(Store::builder().build().unwrap())
             .wait_limit(LONG)
+            .read_limit(LONG)
+            .capture_time(LONG)
             .max_response(MAX_RESPONSE);
         let app = Router::new().route("/charges", route(handler)).layer(layer.clone());
         Self { server: serve(app).await, layer, executions }

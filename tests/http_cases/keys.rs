@@ -36,6 +36,8 @@ fn of_account(store: &oncekey::Store) -> IdempotencyLayer {
         parts.extensions.get::<Account>().map(|account| account.0.clone())
     })
     .wait_limit(LONG)
+    .read_limit(LONG)
+    .capture_time(LONG)
 }
 
 over_both! {

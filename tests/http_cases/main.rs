@@ -43,9 +43,12 @@ fn store() -> Store {
     Store::builder().build().unwrap()
 }
 
-/// A layer for one tenant that waits as long as the test runs.
+/// A layer for one tenant whose limits of time no test reaches.
 fn layer(store: &Store) -> IdempotencyLayer {
-    IdempotencyLayer::single_tenant(store.clone()).wait_limit(LONG)
+    IdempotencyLayer::single_tenant(store.clone())
+        .wait_limit(LONG)
+        .read_limit(LONG)
+        .capture_time(LONG)
 }
 
 /// `POST /charges` behind a gate; the answer says which run it was.

@@ -36,9 +36,12 @@ fn store() -> Store {
     Store::builder().build().unwrap()
 }
 
-/// A layer that waits as long as the test runs.
+/// A layer whose limits of time no test reaches.
 fn layer(store: &Store) -> IdempotencyLayer {
-    IdempotencyLayer::single_tenant(store.clone()).wait_limit(LONG)
+    IdempotencyLayer::single_tenant(store.clone())
+        .wait_limit(LONG)
+        .read_limit(LONG)
+        .capture_time(LONG)
 }
 
 /// `POST /charges`, which says how often it ran.
