@@ -282,9 +282,11 @@ fn case_070_no_stale_timer_ends_a_later_record() {
             });
         }
     });
+    // A thread that is kept from running lapses, and its completion settles that all the same. The
+    // sweep may still be about to take such a claim off those in flight.
+    until(|| store.stats().in_flight == 0);
     let stats = store.stats();
-    // A thread that is kept from running lapses, and its completion settles that all the same.
-    assert_eq!((stats.expired, stats.in_flight, stats.lost), (0, 0, 0));
+    assert_eq!((stats.expired, stats.lost), (0, 0));
     assert!(stats.keys > 0);
     store.forget_account("acct");
     assert_eq!((store.stats().keys, store.stats().bytes), (0, 0));
