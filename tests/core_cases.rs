@@ -52,7 +52,7 @@ fn case_001_one_of_64_racing_tasks_owns_the_key_and_only_that_one_runs() {
     const KEYS: usize = 10_000;
     const AT_A_TIME: usize = 500;
     let _watchdog = watchdog_of(Duration::from_secs(300));
-    let store = Store::builder().max_waiters(usize::MAX).build().unwrap();
+    let store = Store::builder().lease(LONG).max_waiters(usize::MAX).build().unwrap();
     let ran = Arc::new(AtomicUsize::new(0));
     let runtime = runtime();
     for batch in 0..KEYS / AT_A_TIME {
@@ -95,7 +95,7 @@ fn case_001_one_of_64_racing_tasks_owns_the_key_and_only_that_one_runs() {
 fn case_001_exactly_one_owner_among_64_tasks_and_16_threads_and_all_get_its_bytes() {
     const KEYS: usize = 10_000;
     let _watchdog = watchdog_of(Duration::from_secs(300));
-    let store = Store::builder().build().unwrap();
+    let store = Store::builder().lease(LONG).build().unwrap();
     let owners: Arc<Vec<Mutex<Option<Outcome>>>> =
         Arc::new((0..KEYS).map(|_| Mutex::new(None)).collect());
     let own = move |owners: &[Mutex<Option<Outcome>>], key: usize, who: String| {
@@ -659,7 +659,7 @@ fn case_084_a_full_store_refuses_and_drops_no_live_record() {
 fn case_091_many_handlers_that_await_share_one_thread() {
     let _watchdog = watchdog();
     let runtime = Builder::new_current_thread().enable_time().build().unwrap();
-    let store = Store::builder().build().unwrap();
+    let store = Store::builder().lease(LONG).build().unwrap();
     let tasks = tokio::task::LocalSet::new();
     let ran = Arc::new(AtomicUsize::new(0));
     let all: Vec<_> = (0..8_000)
