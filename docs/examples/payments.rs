@@ -15,9 +15,9 @@
 //! - `payments/arguments.rs`: the command line.
 //!
 //! The query of `POST /charges` is for experiments: `delay_ms=N` (the charge takes that long),
-//! `respond=STATUS` (charge, then answer with this status), `fault=panic` or `fault=hang` (charge,
-//! then never answer), `body_bytes=N` (pad the answer to N bytes), `stream=1` (charge, then send an
-//! event each 200 ms without end).
+//! `pause=1` (it takes until somebody calls `POST /resume`), `respond=STATUS` (charge, then answer
+//! with this status), `fault=panic` or `fault=hang` (charge, then never answer), `body_bytes=N` (pad
+//! the answer to N bytes), `stream=1` (charge, then send an event each 200 ms without end).
 
 #[path = "payments/arguments.rs"]
 mod arguments;

@@ -161,7 +161,7 @@ impl Promises {
         });
 
         self.step("A duplicate that does not want to wait");
-        let owner = Call { path: "/charges?delay_ms=1000", key: Some("order-3"), ..slow };
+        let owner = Call { path: "/charges?pause=1", key: Some("order-3"), ..slow };
         let running = tokio::spawn(owner.send(self.service.address));
         self.requests += 1;
         self.note(".", "a first attempt with order-3 is running");
@@ -169,6 +169,7 @@ impl Promises {
         let hasty = self.call(&Call { prefer: Some("wait=0"), ..owner }).await?;
         let after = hasty.header("retry-after").and_then(|after| after.parse::<u32>().ok());
         self.promise("409, and a time to come back", hasty.is(409) && after >= Some(1));
+        self.service.payments.resume();
         let owner = running.await.map_err(io::Error::other)??;
         self.note(".", "and the first attempt gets");
         self.show_answer(&owner);

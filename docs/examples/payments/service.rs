@@ -18,7 +18,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::stream;
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::sleep;
 
 use oncekey::Store;
@@ -31,6 +31,8 @@ pub(crate) struct Payments {
     /// for its body does not count, a charge whose client has left does.
     executions: AtomicU64,
     ledger: Mutex<Ledger>,
+    /// Where a charge with `pause=1` stands; each `POST /resume` lets one go on.
+    paused: Semaphore,
     /// True once the service is told to stop; ends the streams that have no end of their own.
     closing: watch::Receiver<bool>,
 }
@@ -64,6 +66,7 @@ struct Order {
 #[derive(Default)]
 struct Experiment {
     delay: Duration,
+    pause: bool,
     respond: Option<StatusCode>,
     fault: Option<Fault>,
     body_bytes: usize,
@@ -78,7 +81,8 @@ enum Fault {
 impl Payments {
     pub(crate) fn new(store: Store, closing: watch::Receiver<bool>) -> Arc<Self> {
         let ledger = Mutex::new(Ledger::new());
-        Arc::new(Self { store, executions: AtomicU64::new(0), ledger, closing })
+        let (executions, paused) = (AtomicU64::new(0), Semaphore::new(0));
+        Arc::new(Self { store, executions, ledger, paused, closing })
     }
 
     /// `wait`: how long a duplicate waits for the first attempt; `None` leaves the default.
@@ -99,6 +103,7 @@ impl Payments {
             .layer(once)
             .layer(middleware::from_fn(authenticate))
             .route("/stats", get(stats))
+            .route("/resume", post(resume))
             .with_state(Arc::clone(self))
     }
 
@@ -108,6 +113,11 @@ impl Payments {
 
     pub(crate) fn executions(&self) -> u64 {
         self.executions.load(Relaxed)
+    }
+
+    /// Lets one charge with `pause=1` go on, at once or when it comes.
+    pub(crate) fn resume(&self) {
+        self.paused.add_permits(1);
     }
 
     /// The id of the oldest charge that came to its end.
@@ -159,6 +169,11 @@ async fn create_charge(
 
     payments.executions.fetch_add(1, Relaxed);
     sleep(experiment.delay).await;
+    if experiment.pause
+        && let Ok(resumed) = payments.paused.acquire().await
+    {
+        resumed.forget();
+    }
     let charge = payments.ledger().enter(account, order);
 
     match experiment.fault {
@@ -193,6 +208,12 @@ async fn read_charge(
         }
         _ => problem(StatusCode::NOT_FOUND, "no such charge"),
     }
+}
+
+/// `POST /resume`: what the payment provider of a charge with `pause=1` has waited for.
+async fn resume(State(payments): State<Arc<Payments>>, _: Bytes) -> StatusCode {
+    payments.resume();
+    StatusCode::NO_CONTENT
 }
 
 /// `GET /stats`: how often the handler's body ran, and what the store holds and counts.
@@ -311,6 +332,7 @@ impl Experiment {
             };
             match name.as_str() {
                 "delay_ms" => experiment.delay = Duration::from_millis(number(0, MOST_MS)?),
+                "pause" => experiment.pause = number(0, 1)? == 1,
                 "respond" => {
                     experiment.respond = StatusCode::from_u16(number(200, 599)? as u16).ok();
                 }
