@@ -72,6 +72,9 @@ mod counted {
         old: Vec<Deferred>,
         /// Whether the turn was flipped since.
         flipped: bool,
+        /// Whether a thread frees what was sealed before. No other does then: what was asked for
+        /// later may be the memory of what is freed now.
+        busy: bool,
     }
 
     /// While it lives, nothing that is reachable now is freed.
@@ -87,7 +90,7 @@ mod counted {
             Self {
                 lanes: (0..lanes).map(|_| readers()).collect(),
                 turn: AtomicUsize::new(0),
-                garbage: Mutex::new(Garbage { fresh: room(), old: room(), flipped: false }),
+                garbage: Mutex::new(Garbage { fresh: room(), old: room(), flipped: false, busy: false }),
             }
         }
 
@@ -106,12 +109,15 @@ mod counted {
         pub(crate) fn collect(&self) -> bool {
             let mut left = false;
             let mut garbage = self.garbage.lock();
+            if garbage.busy {
+                return left;
+            }
             loop {
                 if garbage.old.is_empty() {
                     if garbage.fresh.is_empty() {
                         return left;
                     }
-                    let Garbage { fresh, old, flipped } = &mut *garbage;
+                    let Garbage { fresh, old, flipped, .. } = &mut *garbage;
                     std::mem::swap(fresh, old);
                     *flipped = false;
                 }
@@ -131,9 +137,15 @@ mod counted {
                     continue;
                 }
                 let mut ready = std::mem::take(&mut garbage.old);
+                garbage.busy = true;
                 drop(garbage);
+                let busy = Busy(self);
                 ready.drain(..).for_each(Deferred::run);
+                drop(busy);
                 garbage = self.garbage.lock();
+                if garbage.busy {
+                    return true;
+                }
                 if garbage.old.capacity() == 0 {
                     ready.shrink_to(ROOM);
                     garbage.old = ready;
@@ -145,7 +157,16 @@ mod counted {
         /// Whether nothing waits to be freed.
         pub(crate) fn is_clean(&self) -> bool {
             let garbage = self.garbage.lock();
-            garbage.fresh.is_empty() && garbage.old.is_empty()
+            garbage.fresh.is_empty() && garbage.old.is_empty() && !garbage.busy
+        }
+    }
+
+    /// Ends what it stands for also if a value panics that is dropped.
+    struct Busy<'a>(&'a Domain);
+
+    impl Drop for Busy<'_> {
+        fn drop(&mut self) {
+            self.0.garbage.lock().busy = false;
         }
     }
 
@@ -228,6 +249,58 @@ mod keeping {
             let kept = self.0.lock().map(|mut kept| std::mem::take(&mut *kept));
             kept.into_iter().flatten().for_each(Deferred::run);
         }
+    }
+}
+
+#[cfg(all(test, not(oncekey_loom)))]
+mod tests {
+    use std::sync::{Barrier, Mutex};
+
+    use super::*;
+
+    struct World {
+        entered: Barrier,
+        may_go: Barrier,
+        freed: Mutex<Vec<u64>>,
+    }
+
+    unsafe fn free(world: u64, number: u64) {
+        // SAFETY: the test keeps it until all is freed.
+        let world = unsafe { &*std::ptr::with_exposed_provenance::<World>(world as usize) };
+        if number == 0 {
+            world.entered.wait();
+            world.may_go.wait();
+        }
+        if let Ok(mut freed) = world.freed.lock() {
+            freed.push(number);
+        }
+    }
+
+    #[test]
+    fn what_was_asked_for_later_is_freed_later_also_by_another_thread() {
+        let (entered, may_go) = (Barrier::new(2), Barrier::new(2));
+        let world = World { entered, may_go, freed: Mutex::default() };
+        let address = std::ptr::from_ref(&world).expose_provenance() as u64;
+        let domain = Domain::new(2);
+        let defer = |number| {
+            // SAFETY: nobody reaches what it frees.
+            unsafe { domain.pin(0).defer(free, address, number) }
+        };
+        defer(0);
+        let too_early = std::thread::scope(|scope| {
+            scope.spawn(|| domain.collect());
+            world.entered.wait();
+            // The other thread is in the middle of it and holds no guard.
+            (1..9).for_each(defer);
+            domain.collect();
+            let too_early = world.freed.lock().ok().map(|freed| freed.len());
+            world.may_go.wait();
+            too_early
+        });
+        assert_eq!(too_early, Some(0));
+        while domain.collect() {}
+        assert!(domain.is_clean());
+        assert_eq!(world.freed.into_inner().ok(), Some((0..9).collect()));
     }
 }
 
