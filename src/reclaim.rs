@@ -28,9 +28,9 @@
 // Room 1 of 3 with unsafe code: it only passes on what its callers promise.
 #![allow(unsafe_code)]
 
-#[cfg(not(oncekey_loom))]
+#[cfg(any(not(oncekey_loom), oncekey_reclaim))]
 pub(crate) use self::counted::{Domain, Guard};
-#[cfg(oncekey_loom)]
+#[cfg(all(oncekey_loom, not(oncekey_reclaim)))]
 pub(crate) use self::keeping::{Domain, Guard};
 
 /// What is to be done when all present guards are gone: a function and its two words.
@@ -47,7 +47,10 @@ impl Deferred {
     }
 }
 
-#[cfg_attr(oncekey_loom, allow(dead_code, reason = "a model of its own"))]
+#[cfg_attr(
+    all(oncekey_loom, not(oncekey_reclaim)),
+    allow(dead_code, reason = "it has models of its own")
+)]
 mod counted {
     use crate::reclaim::Deferred;
     use crate::sync::{AtomicUsize, Mutex, Ordering, fence, fence_after_seq_cst_addition};
@@ -206,8 +209,9 @@ mod counted {
 }
 
 /// The stand-in under the model checker: it keeps everything to the end. The real one would make
-/// three threads too many to walk through; it has models of its own.
-#[cfg(oncekey_loom)]
+/// three threads too many to walk through; it has models of its own, and with `--cfg oncekey_reclaim`
+/// the engine's models of two threads run on it.
+#[cfg(all(oncekey_loom, not(oncekey_reclaim)))]
 mod keeping {
     use crate::{reclaim::Deferred, sync::Quiet};
 
@@ -309,7 +313,7 @@ mod models {
     use loom::{sync::atomic::AtomicU64 as Link, thread};
 
     use crate::reclaim::counted::Domain;
-    use crate::sync::{Arc, Ordering, Tally, UnsafeCell};
+    use crate::sync::{Arc, Ordering, UnsafeCell, explore};
 
     struct World {
         domain: Domain,
@@ -350,12 +354,7 @@ mod models {
     }
 
     fn model(first: fn(&World), others: &'static [fn(&World)]) {
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = Some(3);
-        let executions = Arc::new(Tally::new(0));
-        let counted = Arc::clone(&executions);
-        builder.check(move || {
-            counted.fetch_add(1, Ordering::Relaxed);
+        explore(3, move || {
             let thing = Box::into_raw(Box::new(Thing(UnsafeCell::new(7))));
             let link = Link::new(thing.expose_provenance() as u64);
             let world = Arc::new(World { domain: Domain::new(1), link });
@@ -371,7 +370,6 @@ mod models {
                 assert!(other.join().is_ok());
             }
         });
-        println!("{} executions", executions.load(Ordering::Relaxed));
     }
 
     #[test]

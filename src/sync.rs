@@ -57,6 +57,7 @@ mod model {
     use std::time::Duration;
 
     /// A lock of the stand-ins: no model is to look into it.
+    #[cfg(not(oncekey_reclaim))]
     pub(crate) use std::sync::Mutex as Quiet;
 
     pub(crate) use loom::{
@@ -70,6 +71,26 @@ mod model {
     /// loom takes SeqCst operations as AcqRel; the language does not.
     pub(crate) fn between_seq_cst() {
         fence(Ordering::SeqCst);
+    }
+
+    /// Walks through all interleavings of `run` with at most `bound` preemptions, and says how many
+    /// they were. loom's environment variables, by which a model ends early and as if it had
+    /// passed, are not heard.
+    #[cfg(test)]
+    pub(crate) fn explore(bound: usize, run: impl Fn() + Send + Sync + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(bound);
+        builder.max_branches = 100_000;
+        builder.max_permutations = None;
+        builder.max_duration = None;
+        builder.checkpoint_file = None;
+        let executions = std::sync::Arc::new(super::Tally::new(0));
+        let counted = std::sync::Arc::clone(&executions);
+        builder.check(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            run();
+        });
+        println!("{} executions at {bound} preemptions", executions.load(Ordering::Relaxed));
     }
 
     /// loom's lock with parking_lot's face: a model does not outlive a panic.

@@ -51,6 +51,9 @@ use super::Pages;
 const GENERATION_BITS: u32 = 12;
 const GENERATION: u64 = (1 << GENERATION_BITS) - 1;
 
+/// Entries of the directory: then numbers come round to the first one, a generation later.
+const NUMBERS: u64 = if cfg!(oncekey_loom) { 2 } else { 1 << 16 };
+
 const SMALLEST: usize = 4 << 10;
 const LARGEST: usize = 1 << 20;
 
@@ -82,8 +85,8 @@ impl Place {
     pub(crate) const BITS: u32 = 44;
 
     fn new(number: u64, offset: u64) -> Self {
-        let index = number % (1 << 16);
-        let generation = number >> 16 & GENERATION;
+        let index = number % NUMBERS;
+        let generation = number / NUMBERS & GENERATION;
         Self(index << 28 | generation << 16 | offset)
     }
 
@@ -650,6 +653,12 @@ impl Slabs {
         self.bury(slab, emptied, guard);
     }
 
+    /// Passes a number over, as a slab that lived and died would have: for models.
+    #[cfg(all(test, oncekey_loom))]
+    pub(crate) fn pass_over(&self) {
+        self.number.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Opens a slab for a lane that has none.
     fn open(&self, lane: &Lane, now: Millis) -> Option<()> {
         let mut queue = lane.queue.lock();
@@ -665,18 +674,18 @@ impl Slabs {
         let from = self.number.load(Ordering::Relaxed);
         let mut number = from;
         let entry = loop {
-            if number - from > 1 << 16 {
+            if number - from > NUMBERS {
                 self.spare.lock().dirty.push((address, len));
                 return None;
             }
-            let entry = self.entry_made((number % (1 << 16)) as usize)?;
+            let entry = self.entry_made((number % NUMBERS) as usize)?;
             // Acquire, partner of the AcqRel in `bury`.
             if entry.load(Ordering::Acquire) == 0 {
                 break entry;
             }
             number += 1;
         };
-        opening[number as usize % (1 << 16) / CHUNK % CHUNKS] += 1;
+        opening[(number % NUMBERS) as usize / CHUNK % CHUNKS] += 1;
         self.number.store(number + 1, Ordering::Release);
         let first = ((address as usize + HEAD).next_multiple_of(LINE) - address as usize) / UNIT;
         let end = if cfg!(oncekey_loom) { first + MODEL_RECORDS * MODEL_UNITS } else { len / UNIT };
@@ -739,7 +748,7 @@ impl Slabs {
             return;
         }
         let address = std::ptr::from_ref(slab).addr() as u64;
-        let Some(entry) = self.entry((slab.number % (1 << 16)) as usize) else { return };
+        let Some(entry) = self.entry((slab.number % NUMBERS) as usize) else { return };
         let there = entry_of(address, slab.number);
         // AcqRel: only one thread goes on from here, and nobody finds the slab any more. Failure:
         // a late `add` has emptied it once more.
@@ -755,7 +764,7 @@ impl Slabs {
         // as long as the store, which frees first what is deferred.
         unsafe { guard.defer(keep_spare, address, spare) }
         let mut opening = self.opening.lock();
-        let chunk = slab.number as usize % (1 << 16) / CHUNK % CHUNKS;
+        let chunk = (slab.number % NUMBERS) as usize / CHUNK % CHUNKS;
         opening[chunk] -= 1;
         if opening[chunk] == 0 {
             // AcqRel: nobody finds the chunk any more.
@@ -1032,7 +1041,7 @@ fn up_to(len: usize) -> usize {
 
 /// What stands in the directory for a slab.
 fn entry_of(address: u64, number: u64) -> u64 {
-    (address / UNIT as u64) << GENERATION_BITS | number >> 16 & GENERATION
+    (address / UNIT as u64) << GENERATION_BITS | number / NUMBERS & GENERATION
 }
 
 type Chunk = [AtomicU64; CHUNK];
