@@ -93,7 +93,12 @@ mod counted {
             Self {
                 lanes: (0..lanes).map(|_| readers()).collect(),
                 turn: AtomicUsize::new(0),
-                garbage: Mutex::new(Garbage { fresh: room(), old: room(), flipped: false, busy: false }),
+                garbage: Mutex::new(Garbage {
+                    fresh: room(),
+                    old: room(),
+                    flipped: false,
+                    busy: false,
+                }),
             }
         }
 
@@ -256,58 +261,6 @@ mod keeping {
     }
 }
 
-#[cfg(all(test, not(oncekey_loom)))]
-mod tests {
-    use std::sync::{Barrier, Mutex};
-
-    use super::*;
-
-    struct World {
-        entered: Barrier,
-        may_go: Barrier,
-        freed: Mutex<Vec<u64>>,
-    }
-
-    unsafe fn free(world: u64, number: u64) {
-        // SAFETY: the test keeps it until all is freed.
-        let world = unsafe { &*std::ptr::with_exposed_provenance::<World>(world as usize) };
-        if number == 0 {
-            world.entered.wait();
-            world.may_go.wait();
-        }
-        if let Ok(mut freed) = world.freed.lock() {
-            freed.push(number);
-        }
-    }
-
-    #[test]
-    fn what_was_asked_for_later_is_freed_later_also_by_another_thread() {
-        let (entered, may_go) = (Barrier::new(2), Barrier::new(2));
-        let world = World { entered, may_go, freed: Mutex::default() };
-        let address = std::ptr::from_ref(&world).expose_provenance() as u64;
-        let domain = Domain::new(2);
-        let defer = |number| {
-            // SAFETY: nobody reaches what it frees.
-            unsafe { domain.pin(0).defer(free, address, number) }
-        };
-        defer(0);
-        let too_early = std::thread::scope(|scope| {
-            scope.spawn(|| domain.collect());
-            world.entered.wait();
-            // The other thread is in the middle of it and holds no guard.
-            (1..9).for_each(defer);
-            domain.collect();
-            let too_early = world.freed.lock().ok().map(|freed| freed.len());
-            world.may_go.wait();
-            too_early
-        });
-        assert_eq!(too_early, Some(0));
-        while domain.collect() {}
-        assert!(domain.is_clean());
-        assert_eq!(world.freed.into_inner().ok(), Some((0..9).collect()));
-    }
-}
-
 #[cfg(all(test, oncekey_loom))]
 mod models {
     use loom::{sync::atomic::AtomicU64 as Link, thread};
@@ -386,5 +339,59 @@ mod models {
         }
         model(cut, &[twice]);
         model(twice, &[cut]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![cfg(not(oncekey_loom))]
+
+    use std::sync::{Barrier, Mutex};
+
+    use super::*;
+
+    struct World {
+        entered: Barrier,
+        may_go: Barrier,
+        freed: Mutex<Vec<u64>>,
+    }
+
+    unsafe fn free(world: u64, number: u64) {
+        // SAFETY: the test keeps it until all is freed.
+        let world = unsafe { &*std::ptr::with_exposed_provenance::<World>(world as usize) };
+        if number == 0 {
+            world.entered.wait();
+            world.may_go.wait();
+        }
+        if let Ok(mut freed) = world.freed.lock() {
+            freed.push(number);
+        }
+    }
+
+    #[test]
+    fn what_was_asked_for_later_is_freed_later_also_by_another_thread() {
+        let (entered, may_go) = (Barrier::new(2), Barrier::new(2));
+        let world = World { entered, may_go, freed: Mutex::default() };
+        let address = std::ptr::from_ref(&world).expose_provenance() as u64;
+        let domain = Domain::new(2);
+        let defer = |number| {
+            // SAFETY: nobody reaches what it frees.
+            unsafe { domain.pin(0).defer(free, address, number) }
+        };
+        defer(0);
+        let too_early = std::thread::scope(|scope| {
+            scope.spawn(|| domain.collect());
+            world.entered.wait();
+            // The other thread is in the middle of it and holds no guard.
+            (1..9).for_each(defer);
+            domain.collect();
+            let too_early = world.freed.lock().ok().map(|freed| freed.len());
+            world.may_go.wait();
+            too_early
+        });
+        assert_eq!(too_early, Some(0));
+        while domain.collect() {}
+        assert!(domain.is_clean());
+        assert_eq!(world.freed.into_inner().ok(), Some((0..9).collect()));
     }
 }

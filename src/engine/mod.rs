@@ -379,6 +379,7 @@ impl Engine {
             guard,
             frame,
             counted: false,
+            is_let_in: false,
             has_room: false,
             owned: None,
         };
@@ -634,6 +635,8 @@ struct Fresh<'a> {
     frame: &'a Frame,
     /// Whether it is counted as in flight.
     counted: bool,
+    /// Whether it came before any drain.
+    is_let_in: bool,
     /// Whether room was taken for it.
     has_room: bool,
     /// Its cell, which is counted and has room: the sweep may meet it and end it.
@@ -649,11 +652,14 @@ impl Fresh<'_> {
             self.lane.in_flight.fetch_add(1, Ordering::SeqCst);
             self.counted = true;
             between_seq_cst();
-            // Once: a drain that begins later waits for this claim, which may have ended a lapsed
-            // one by then and must not be refused any more (R10).
+        }
+        // Once: a drain that begins later waits for this claim, which may have ended a lapsed one by
+        // then and must not be refused any more (R10).
+        if !self.is_let_in {
             if engine.draining.load(Ordering::SeqCst) {
                 return Err(ClaimError::Draining);
             }
+            self.is_let_in = true;
         }
         if !self.has_room {
             match engine.enter(self.lane, self.frame, now) {

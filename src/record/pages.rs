@@ -204,8 +204,9 @@ fn release(address: usize, len: usize) {
 }
 
 #[cfg(test)]
-#[cfg(not(oncekey_loom))]
 mod tests {
+    #![cfg(not(oncekey_loom))]
+
     use proptest::prelude::*;
 
     use super::*;
