@@ -808,6 +808,42 @@ fn r14_a_waker_of_an_heir_may_panic_while_the_owner_does() {
 }
 
 #[test]
+fn r25_what_has_ended_makes_room_while_another_thread_sweeps() {
+    let _watchdog = watchdog();
+    let (store, clock) = by_hand_with(|builder| builder.max_keys(1).retention(SECOND));
+    let (turn, ended) = (AtomicU64::new(0), AtomicBool::new(false));
+    let rounds = rounds();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut seen = 0;
+            while !ended.load(Ordering::SeqCst) {
+                let now = turn.load(Ordering::SeqCst);
+                if now != seen {
+                    seen = now;
+                    store.sweep();
+                }
+                std::hint::spin_loop();
+            }
+        });
+        store.claim(&id("k"), same()).won().complete(Outcome::new(200)).unwrap();
+        let mut refused = 0;
+        for round in 1..=rounds {
+            clock.advance(SECOND);
+            turn.store(round, Ordering::SeqCst);
+            (0..round % 64).for_each(|_| std::hint::spin_loop());
+            let key = if round % 2 == 0 { "k" } else { "other" };
+            match store.claim(&id(key), same()) {
+                Ok(Claim::Won(permit)) => drop(permit.complete(Outcome::new(200)).unwrap()),
+                Err(_) => refused += 1,
+                Ok(other) => panic!("{other:?}"),
+            }
+        }
+        ended.store(true, Ordering::SeqCst);
+        assert_eq!(refused, 0, "of {rounds}: a store with nothing but ended records is not full");
+    });
+}
+
+#[test]
 fn r15_a_wait_may_be_dropped_in_every_state() {
     type Event = fn(&Store, Permit);
     let events: [Event; 6] = [

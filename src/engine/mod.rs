@@ -730,13 +730,18 @@ impl Engine {
     fn enter(&self, lane: &Lane, frame: &Frame, now: Millis) -> Result<(), ClaimError> {
         let bytes = self.room_of(frame);
         let account = Identity::from_frame(frame).account();
+        // Acquire, partner of the Release in the sweep: what was due before has given its room back.
+        let due = || self.next_due.load(Ordering::Acquire) <= now.0;
+        // Asked first, and tried again whoever has swept: another thread may have reaped between.
+        let was_due = due();
         let entered = self.room.enter(lane.number, account, bytes).or_else(|refusal| {
-            let due = self.next_due.load(Ordering::Relaxed) <= now.0;
-            if due && self.sweep_step().reaped != 0 {
-                self.room.enter(lane.number, account, bytes)
-            } else {
-                Err(refusal)
+            if !was_due {
+                return Err(refusal);
             }
+            if due() {
+                self.sweep_step();
+            }
+            self.room.enter(lane.number, account, bytes)
         });
         match entered {
             Ok(Drew(true)) => {

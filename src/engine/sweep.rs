@@ -95,7 +95,8 @@ impl Engine {
         let leases = self.waiters.lapse(now, deadline, &mut woken);
         sooner(leases);
         let due = if step.more { now } else { step.next.unwrap_or(none_before).min(none_before) };
-        self.next_due.store(due.0, Ordering::Relaxed);
+        // Release, partner of the Acquire of a claim that found no room.
+        self.next_due.store(due.0, Ordering::Release);
         step.more |= self.slabs.compact(
             now,
             &guard,
