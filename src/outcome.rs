@@ -71,6 +71,9 @@ impl Outcome {
     /// A buffer with room to spare, as a `String` or `Vec` that has grown, is copied into one that
     /// fits, because it is the buffer that stays in memory and the store counts the bytes. This
     /// cannot be seen of bytes that are shared already: a slice of a larger buffer keeps all of it.
+    ///
+    /// Bytes with an owner of the caller's own ([`Bytes::from_owner`]) are dropped by whatever thread
+    /// comes by, while the store works: that `Drop` must not call the store.
     #[must_use]
     pub fn body(mut self, body: impl Into<Bytes>) -> Self {
         self.body = match body.into().try_into_mut() {

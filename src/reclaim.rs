@@ -342,10 +342,9 @@ mod models {
     }
 }
 
+#[cfg(not(oncekey_loom))]
 #[cfg(test)]
 mod tests {
-    #![cfg(not(oncekey_loom))]
-
     use std::sync::{Barrier, Mutex};
 
     use super::*;

@@ -84,7 +84,7 @@ mod model {
         builder.max_permutations = None;
         builder.max_duration = None;
         builder.checkpoint_file = None;
-        let executions = std::sync::Arc::new(super::Tally::new(0));
+        let executions = std::sync::Arc::new(crate::sync::Tally::new(0));
         let counted = std::sync::Arc::clone(&executions);
         builder.check(move || {
             counted.fetch_add(1, Ordering::Relaxed);

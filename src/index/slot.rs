@@ -41,7 +41,6 @@ impl Value {
     pub(super) const TOMB: Self = Self(1);
 
     pub(super) fn cell(tag: Tag, cell: &Cell) -> Self {
-        debug_assert!(cell.bits() >> Place::BITS == 0, "an address of more than 48 bits");
         Self(tag.0 | cell.bits())
     }
 

@@ -211,13 +211,15 @@ struct Block {
 
 impl Block {
     fn new(due: Millis) -> Arc<Self> {
-        Arc::new(Self {
+        let block = Arc::new(Self {
             free: AtomicU64::new(ALL),
             retired: AtomicU64::new(0),
             due: AtomicU64::new(due.0),
             ghosts: Tally::new(0),
             cells: std::array::from_fn(|number| Cell::blank(number as u8)),
-        })
+        });
+        super::assert_fits_a_slot(block.cells.as_ptr().addr());
+        block
     }
 
     fn take(&self) -> Option<&Cell> {

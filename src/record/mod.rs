@@ -18,6 +18,12 @@ pub(crate) use cell::{Cell, Cells, Owned};
 pub(crate) use pages::Pages;
 pub(crate) use slab::{Finished, Killed, Place, Record, Slabs};
 
+/// Slots of the index have room for 48 bits of an address. All platforms that Rust's standard
+/// library runs on give out such ones, unless a program asks for others or tags its pointers.
+pub(super) fn assert_fits_a_slot(address: usize) {
+    assert!(address as u64 >> 48 == 0, "memory at {address:#x}: more than 48 bits of address");
+}
+
 /// What a record costs beside its outcome: its head and identity in a slab, an eighth more for what
 /// slabs have at their ends, and two buckets' worth of slots, the old table's beside the new one's.
 /// `tests/core_memory.rs` holds it against a counting allocator.

@@ -203,10 +203,9 @@ fn release(address: usize, len: usize) {
     }
 }
 
+#[cfg(not(oncekey_loom))]
 #[cfg(test)]
 mod tests {
-    #![cfg(not(oncekey_loom))]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -298,8 +298,12 @@ impl Record {
 ///
 /// The address is that of a large outcome that nobody reads any more.
 unsafe fn drop_outcome(address: u64, _: u64) {
+    let outcome = std::ptr::with_exposed_provenance_mut::<Outcome>(address as usize);
+    // Its bytes may be of a type of the caller's. One that panics when it is dropped must not keep
+    // others from being freed; the panic hook has told of it.
     // SAFETY: see above.
-    unsafe { std::ptr::with_exposed_provenance_mut::<Outcome>(address as usize).drop_in_place() }
+    let dropped = std::panic::AssertUnwindSafe(|| unsafe { outcome.drop_in_place() });
+    let _ = std::panic::catch_unwind(dropped);
 }
 
 fn copy(bytes: &[u8]) -> Bytes {
@@ -739,7 +743,9 @@ impl Slabs {
             return spare.clean.swap_remove(found).0;
         }
         drop(spare);
-        self.pages.take(len)
+        let address = self.pages.take(len);
+        super::assert_fits_a_slot(address as usize);
+        address
     }
 
     /// Takes a slab without records out of the directory and gives its memory back (invariant 2).
