@@ -86,7 +86,7 @@ impl Place {
 
     fn new(number: u64, offset: u64) -> Self {
         let index = number % NUMBERS;
-        let generation = number / NUMBERS & GENERATION;
+        let generation = (number / NUMBERS) & GENERATION;
         Self(index << 28 | generation << 16 | offset)
     }
 
@@ -1047,7 +1047,7 @@ fn up_to(len: usize) -> usize {
 
 /// What stands in the directory for a slab.
 fn entry_of(address: u64, number: u64) -> u64 {
-    (address / UNIT as u64) << GENERATION_BITS | number / NUMBERS & GENERATION
+    (address / UNIT as u64) << GENERATION_BITS | (number / NUMBERS) & GENERATION
 }
 
 type Chunk = [AtomicU64; CHUNK];
