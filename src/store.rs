@@ -665,6 +665,8 @@ impl fmt::Debug for Drain {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic, reason = "this is a test")]
 
+    use std::hash::BuildHasher;
+
     use super::*;
     use crate::clock::ManualClock;
 
@@ -724,5 +726,38 @@ mod tests {
         let lane = store.engine().lane(store.engine().lanes() - 1);
         lane.in_flight.fetch_sub(1, crate::sync::Ordering::SeqCst);
         assert_eq!(store.stats().in_flight, 0);
+    }
+
+    /// How many slots of the index are looked at to find all of `keys`, which are put in first.
+    fn probes(keys: &[String]) -> usize {
+        let (store, _) = store();
+        for key in keys {
+            win(&store, key).complete(Outcome::new(200)).unwrap();
+        }
+        let engine = store.engine();
+        let looked_at = |key: &String| {
+            let id = Identity::new("acct", "POST /charges", key).unwrap();
+            engine.probes(&id.frame())
+        };
+        keys.iter().map(looked_at).sum()
+    }
+
+    /// An attacker has prepared keys whose hashes agree in their first bits, where the shards and
+    /// buckets are chosen, by the very hash that the index uses. It is another one in each process.
+    #[test]
+    fn r27_prepared_keys_are_looked_for_no_longer_than_others() {
+        const KEYS: usize = 100_000;
+        let theirs = ahash::RandomState::with_seeds(1, 2, 3, 4);
+        let prepared = |n: &u64| {
+            let key = n.to_string();
+            let id = Identity::new("acct", "POST /charges", &key).unwrap();
+            theirs.hash_one(&*id.frame() as &[u8]) >> (64 - 5) == 0
+        };
+        let name = |n: u64| n.to_string();
+        let prepared: Vec<_> = (0..).filter(prepared).take(KEYS).map(name).collect();
+        let random: Vec<_> = (0..KEYS as u64).map(name).collect();
+        let (prepared, random) = (probes(&prepared), probes(&random));
+        assert!(prepared <= 3 * random, "{prepared} probes, {random} for other keys");
+        assert!(random <= 12 * KEYS, "{random} probes for {KEYS} keys");
     }
 }

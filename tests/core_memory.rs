@@ -362,3 +362,66 @@ fn drain_a_look_that_was_given_up_leaves_nothing_behind() {
         }
     }
 }
+
+/// Replaces one value of a KiB after the other. Unoptimised it does a tenth of the case's ten
+/// million.
+#[test]
+fn case_093_what_is_replaced_does_not_pile_up() {
+    const LIMIT: usize = 16 << 20;
+    let times = if cfg!(debug_assertions) { 1_000_000 } else { 10_000_000 };
+    let start = Since::now();
+    let (store, _) = by_hand_with(|builder| builder.max_bytes(LIMIT));
+    let id = id("k");
+    for n in 0..times {
+        store.claim(&id, same()).won().complete(Outcome::new(200).body(vec![0; 1024])).unwrap();
+        assert!(store.forget(&id).unwrap());
+        if n % 1_000 == 0 {
+            let peak = start.peak();
+            assert!(peak <= LIMIT + LIMIT / 2, "{peak} after {n}");
+            store.sweep();
+        }
+    }
+}
+
+/// A thread that has looked into the store once and sleeps, and replays that are held for long: no
+/// round of others' work costs more than the one before.
+#[test]
+fn r26_a_thread_that_sleeps_and_a_replay_that_is_held_hold_nothing_back() {
+    let (store, clock) = by_hand_with(roomy);
+    let large = Outcome::new(200).body(vec![7; 100_000]);
+    store.claim(&id("small"), same()).won().complete(Outcome::new(200).body("7")).unwrap();
+    store.claim(&id("large"), same()).won().complete(large.clone()).unwrap();
+    let (looked, asleep) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    let _watchdog = watchdog();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let held = [
+                store.claim(&id("small"), same()).replayed(),
+                store.claim(&id("large"), same()).replayed(),
+            ];
+            looked.wait();
+            asleep.wait();
+            assert_eq!(held.map(|replay| replay.bytes().len()), [1, 100_000]);
+        });
+        looked.wait();
+        let start = Since::now();
+        let mut second = 0;
+        for round in 0..20 {
+            for n in 0..5_000 {
+                let key = n.to_string();
+                store.claim(&id(&key), same()).won().complete(outcome(&key)).unwrap();
+            }
+            clock.advance(2 * DAY);
+            store.sweep();
+            clock.advance(2 * DAY);
+            store.sweep();
+            let live = start.bytes();
+            match round {
+                0 => {}
+                1 => second = live,
+                _ => assert_eq!(live, second, "after round {round}"),
+            }
+        }
+        asleep.wait();
+    });
+}

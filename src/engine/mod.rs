@@ -290,6 +290,12 @@ impl Engine {
         self.index.hash(frame)
     }
 
+    /// How many slots a look-up of what is there looks at.
+    #[cfg(test)]
+    pub(crate) fn probes(&self, frame: &Frame) -> usize {
+        self.index.probes(self.hash(frame), frame, &self.slabs, &self.pin())
+    }
+
     /// Asks for the memory that a claim of `hash` will read first.
     pub(crate) fn prefetch(&self, hash: u64) {
         self.index.prefetch(hash, &self.pin());

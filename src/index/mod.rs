@@ -281,6 +281,40 @@ impl Index {
         }
     }
 
+    /// How many slots a look-up of what is there looks at, in all tables it goes through.
+    #[cfg(test)]
+    pub(crate) fn probes(
+        &self,
+        hash: u64,
+        frame: &[u8],
+        slabs: &Slabs,
+        guard: &Guard<'_>,
+    ) -> usize {
+        let Seen { spot: Some(Spot { slot: found, .. }), .. } =
+            self.find(hash, frame, For::Reading, slabs, guard)
+        else {
+            return 0;
+        };
+        let path = hash << self.shard_bits;
+        let mut probes = 0;
+        let mut table = self.shard(hash).table(guard);
+        while let Some(current) = table {
+            let mut bucket = Some(current.bucket(path));
+            while let Some(there) = bucket {
+                for slot in &there.slots {
+                    probes += 1;
+                    if std::ptr::eq(slot, found) {
+                        return probes;
+                    }
+                }
+                let Next::Bucket(next) = there.next() else { break };
+                bucket = Some(next);
+            }
+            table = current.next(guard);
+        }
+        probes
+    }
+
     /// Puts a cell where `seen` was. False if that has changed: look again.
     pub(crate) fn put(
         &self,
