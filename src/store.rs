@@ -665,8 +665,6 @@ impl fmt::Debug for Drain {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic, reason = "this is a test")]
 
-    use std::hash::BuildHasher;
-
     use super::*;
     use crate::clock::ManualClock;
 
@@ -751,7 +749,7 @@ mod tests {
         let prepared = |n: &u64| {
             let key = n.to_string();
             let id = Identity::new("acct", "POST /charges", &key).unwrap();
-            theirs.hash_one(&*id.frame() as &[u8]) >> (64 - 5) == 0
+            theirs.hash_one(&*id.frame() as &[u8]) >> (64 - 6) == 0
         };
         let name = |n: u64| n.to_string();
         let prepared: Vec<_> = (0..).filter(prepared).take(KEYS).map(name).collect();
