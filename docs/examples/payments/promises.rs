@@ -221,7 +221,7 @@ impl Promises {
 
     /// Waits until the handler has begun `count` charges; the promises will tell if it does not.
     async fn until_running(&self, count: u64) {
-        for _ in 0..1000 {
+        for _ in 0..6000 {
             if self.executions() >= count {
                 return;
             }
