@@ -306,29 +306,28 @@ mod models {
         while world.domain.collect() {}
     }
 
-    fn model(first: fn(&World), others: &'static [fn(&World)]) {
+    fn model(all: &'static [fn(&World)]) {
         explore(3, move || {
             let thing = Box::into_raw(Box::new(Thing(UnsafeCell::new(7))));
             let link = Link::new(thing.expose_provenance() as u64);
             let world = Arc::new(World { domain: Domain::new(1), link });
-            let others: Vec<_> = others
+            let threads: Vec<_> = all
                 .iter()
                 .map(|run| {
                     let world = Arc::clone(&world);
                     thread::spawn(move || run(&world))
                 })
                 .collect();
-            first(&world);
-            for other in others {
-                assert!(other.join().is_ok());
+            for thread in threads {
+                assert!(thread.join().is_ok());
             }
         });
     }
 
     #[test]
     fn loom_reclaim_against_a_look() {
-        model(look, &[cut]);
-        model(cut, &[look]);
+        model(&[look, cut]);
+        model(&[cut, look]);
     }
 
     #[test]
@@ -337,8 +336,8 @@ mod models {
             look(world);
             look(world);
         }
-        model(cut, &[twice]);
-        model(twice, &[cut]);
+        model(&[cut, twice]);
+        model(&[twice, cut]);
     }
 }
 

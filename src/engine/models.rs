@@ -134,22 +134,23 @@ fn won(met: &Met) -> usize {
     usize::from(matches!(met, Met::Won(..)))
 }
 
-/// Runs `first` on this thread and the others beside it, and answers with what they met.
-fn race<const N: usize>(
-    world: &World,
-    others: [fn(&World) -> Met; N],
-    first: fn(&World) -> Met,
-) -> Vec<Met> {
-    let others = others.map(|run| {
+/// Waits for the end of a model's thread.
+fn joined<T>(thread: thread::JoinHandle<T>) -> T {
+    match thread.join() {
+        Ok(done) => done,
+        Err(_) => panic!("a thread of the model has panicked"),
+    }
+}
+
+/// Runs all beside each other, and answers with what they met. Each has a thread of its own here and
+/// below: what the model's first thread does before it waits, loom does not move behind what the
+/// others do.
+fn race<const N: usize>(world: &World, all: [fn(&World) -> Met; N]) -> Vec<Met> {
+    let threads = all.map(|run| {
         let world = world.clone();
         thread::spawn(move || run(&world))
     });
-    let mut met = vec![first(world)];
-    met.extend(others.into_iter().map(|it| match it.join() {
-        Ok(met) => met,
-        Err(_) => panic!("a thread of the model has panicked"),
-    }));
-    met
+    threads.into_iter().map(joined).collect()
 }
 
 /// What a role has done.
@@ -187,17 +188,13 @@ fn ring<const N: usize>(
         model(bound, move || {
             let world = World::new(on_lapse);
             let owned: Arc<[Owned]> = prepare(&world).into();
-            let threads: Vec<_> = (1..N)
+            let threads: Vec<_> = (0..N)
                 .map(|after| {
                     let (world, owned) = (world.clone(), Arc::clone(&owned));
                     thread::spawn(move || roles[(turn + after) % N](&world, &owned))
                 })
                 .collect();
-            let mut dids = vec![roles[turn](&world, &owned)];
-            dids.extend(threads.into_iter().map(|it| match it.join() {
-                Ok(did) => did,
-                Err(_) => panic!("a thread of the model has panicked"),
-            }));
+            let mut dids: Vec<_> = threads.into_iter().map(joined).collect();
             dids.rotate_right(turn);
             judge(&world, &dids);
             world.settle();
@@ -205,8 +202,7 @@ fn ring<const N: usize>(
     }
 }
 
-/// Runs two roles beside each other, in a model for each way of giving them to the threads: loom
-/// misses a load that comes after another thread's compare-and-swap, until they are swapped.
+/// Runs two roles beside each other, in a model for each order of starting them.
 fn roles<A: Send + 'static, B: Send + 'static>(
     bound: usize,
     on_lapse: Lapse,
@@ -219,17 +215,17 @@ fn roles<A: Send + 'static, B: Send + 'static>(
         model(bound, move || {
             let world = World::new(on_lapse);
             let owned = prepare(&world);
-            let beside = world.clone();
+            let (first, second) = (world.clone(), world.clone());
+            let one = move || one(&first, owned);
+            let other = move || other(&second);
             let (a, b) = if swapped {
-                let thread = thread::spawn(move || one(&beside, owned));
-                let b = other(&world);
-                (thread.join(), Ok(b))
+                let b = thread::spawn(other);
+                (joined(thread::spawn(one)), joined(b))
             } else {
-                let thread = thread::spawn(move || other(&beside));
-                let a = one(&world, owned);
-                (Ok(a), thread.join())
+                let a = thread::spawn(one);
+                let b = thread::spawn(other);
+                (joined(a), joined(b))
             };
-            let (Ok(a), Ok(b)) = (a, b) else { panic!("a thread of the model has panicked") };
             judge(&world, a, b);
             world.settle();
         });
@@ -240,7 +236,7 @@ fn roles<A: Send + 'static, B: Send + 'static>(
 fn loom_two_claims_of_one_fresh_identity() {
     model(3, || {
         let world = World::new(Lapse::TakeOver);
-        let met = race(&world, [|it| it.claim("a")], |it| it.claim("a"));
+        let met = race(&world, [|it| it.claim("a"), |it| it.claim("a")]);
         assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         world.settle();
     });
@@ -253,7 +249,7 @@ fn loom_claim_against_growth() {
         world.fill("a");
         world.fill("b");
         // Its bucket is full: a claim of the third grows the table.
-        let met = race(&world, [|it| it.claim("c")], |it| it.claim("c"));
+        let met = race(&world, [|it| it.claim("c"), |it| it.claim("c")]);
         assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         for key in ["a", "b"] {
             assert!(matches!(world.observe(key), Some(Met::Replay(_))), "{key} is lost");
@@ -270,7 +266,7 @@ fn loom_two_helpers_of_one_bucket_and_a_claim() {
         world.fill("a");
         world.fill("b");
         world.grow();
-        let met = race(&world, [|it| it.claim("d"), |it| it.claim("d")], |it| it.claim("d"));
+        let met = race(&world, [|it| it.claim("d"), |it| it.claim("d"), |it| it.claim("d")]);
         assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         for key in ["a", "b"] {
             assert!(matches!(world.observe(key), Some(Met::Replay(_))), "{key} is lost");
@@ -331,7 +327,7 @@ fn loom_takeover_while_the_bucket_moves() {
         let _owned = world.win("a");
         world.at(LEASE);
         world.grow();
-        let met = race(&world, [|it| it.claim("a")], |it| it.claim("a"));
+        let met = race(&world, [|it| it.claim("a"), |it| it.claim("a")]);
         assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         world.settle();
     });
@@ -346,7 +342,7 @@ fn loom_claim_against_rebuild_with_ghosts() {
         assert!(world.release(&first) && world.release(&second));
         // Both slots are ghosts. The one of "a" is used again, until the table is rebuilt.
         world.grow();
-        let met = race(&world, [|it| it.claim("a")], |it| it.claim("a"));
+        let met = race(&world, [|it| it.claim("a"), |it| it.claim("a")]);
         assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         assert_eq!(won(&world.claim("b")), 1);
         world.settle();
@@ -362,7 +358,7 @@ fn loom_claim_against_rebuild_with_tombstones() {
         world.at(LEASE);
         world.engine.sweep_step();
         // Both slots are tombstones: a claim makes an overflow bucket, and a new table.
-        let met = race(&world, [|it| it.claim("a")], |it| it.claim("a"));
+        let met = race(&world, [|it| it.claim("a"), |it| it.claim("a")]);
         assert_eq!(met.iter().map(won).sum::<usize>(), 1);
         assert_eq!(won(&world.claim("b")), 1);
         world.settle();
@@ -526,16 +522,17 @@ fn loom_complete_against_a_waiter_that_gives_up() {
             let world = World::new(Lapse::TakeOver);
             let owned = world.win("a");
             let Met::Seated(ticket) = world.met("a", true) else { panic!("no seat") };
-            let beside = world.clone();
+            let (first, second) = (world.clone(), world.clone());
+            let owner = move || assert!(first.complete(&owned, "done"));
+            let waiter = move || second.engine.waiters.leave(&ticket);
             let gift = if swapped {
-                let owner = thread::spawn(move || assert!(beside.complete(&owned, "done")));
-                let gift = world.engine.waiters.leave(&ticket);
-                assert!(owner.join().is_ok());
-                gift
+                let waiter = thread::spawn(waiter);
+                joined(thread::spawn(owner));
+                joined(waiter)
             } else {
-                let waiter = thread::spawn(move || beside.engine.waiters.leave(&ticket));
-                assert!(world.complete(&owned, "done"));
-                let Ok(gift) = waiter.join() else { panic!("the waiter has panicked") };
+                let owner = thread::spawn(owner);
+                let gift = joined(thread::spawn(waiter));
+                joined(owner);
                 gift
             };
             assert!(matches!(gift, None | Some(Gift::Completed { .. })));
@@ -614,17 +611,18 @@ fn loom_release_against_an_heir_that_gives_up() {
                     assert!(world.release(&owned));
                 }
             };
-            let beside = world.clone();
-            let thread = if swapped {
-                let thread = thread::spawn(move || assert!(beside.release(&owned)));
-                leave(&world);
-                thread
+            let (owner, heir) = (world.clone(), world.clone());
+            let release = move || assert!(owner.release(&owned));
+            let leave = move || leave(&heir);
+            if swapped {
+                let heir = thread::spawn(leave);
+                joined(thread::spawn(release));
+                joined(heir);
             } else {
-                let thread = thread::spawn(move || leave(&beside));
-                assert!(world.release(&owned));
-                thread
-            };
-            assert!(thread.join().is_ok());
+                let owner = thread::spawn(release);
+                joined(thread::spawn(leave));
+                joined(owner);
+            }
             let gift = world.engine.waiters.leave(&second);
             assert!(matches!(gift, Some(Gift::Permit(..))), "the permit is lost");
             world.settle();
@@ -979,6 +977,80 @@ fn loom_drain_against_claims() {
         |world, drained, won| {
             assert!(!(drained && won), "drained beside a claim");
             assert_eq!(world.engine.in_flight(), usize::from(won));
+        },
+    );
+}
+
+/// A closed slab with the records of "a" and "b", of which the first is forgotten: the next sweep
+/// moves the second.
+fn sparse(world: &World) -> Vec<Owned> {
+    ["a", "b", "c"].into_iter().for_each(|key| world.fill(key));
+    assert_eq!(world.engine.forget(&frame("a"), false), Ok(true));
+    Vec::new()
+}
+
+#[test]
+fn loom_compaction_against_replay() {
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        sparse,
+        [
+            |it, _| Did::Was(it.engine.sweep_step().more),
+            |it, _| match it.observe("b") {
+                Some(Met::Replay(answer)) => Did::Was(body(&answer.outcome) == b"filled"),
+                _ => panic!("b is lost"),
+            },
+        ],
+        |world, dids| {
+            assert!(dids.iter().all(Did::was));
+            assert!(matches!(world.claim("b"), Met::Replay(_)));
+            assert_eq!(world.engine.room.used().0, 2);
+        },
+    );
+}
+
+#[test]
+fn loom_compaction_against_a_claim_after_the_end() {
+    // The claim kills the record, its copy, or both.
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        sparse,
+        [
+            |it, _| Did::Was(it.engine.sweep_step().reaped <= 2),
+            |it, _| {
+                it.at(RETENTION);
+                Did::Met(it.claim("b"))
+            },
+        ],
+        |world, dids| {
+            assert!(dids[0].was());
+            assert_eq!(winners(dids), 1);
+            world.engine.sweep_step();
+            world.engine.sweep_step();
+            assert!(matches!(world.claim("b"), Met::InFlight(_)));
+            assert_eq!(world.engine.room.used().0, 1);
+        },
+    );
+}
+
+#[test]
+fn loom_forget_account_while_the_bucket_moves() {
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        |world| {
+            world.fill("a");
+            world.grow();
+            Vec::new()
+        },
+        [|it, _| Did::Was(it.engine.forget_account(b"a") == 1), |it, _| Did::Met(it.claim("d"))],
+        |world, dids| {
+            assert!(dids[0].was());
+            assert_eq!(winners(dids), 1);
+            assert!(world.observe("a").is_none());
+            assert_eq!(world.engine.room.used().0, 1);
         },
     );
 }
