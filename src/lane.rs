@@ -5,6 +5,7 @@
 //! keeps to one lane from winning to its end, so that what it added there it also takes away there.
 
 use crate::{
+    reclaim::Guard,
     record::Cells,
     stats::Counters,
     sync::{AtomicUsize, Ordering, Tally},
@@ -20,7 +21,14 @@ pub(crate) struct Lane {
     /// Identities in flight. `SeqCst` with the drain: either a claim sees the drain, or the drain
     /// sees the claim.
     pub(crate) in_flight: AtomicUsize,
+    /// How many claims were won when the sweep was here last. Only the sweep writes it.
+    won: Tally,
+    /// Blocks of cells that are to stay though nobody has a cell of them.
+    stay: Tally,
 }
+
+/// Blocks that a lane keeps while claims come: as many as cells that wait for readers to go.
+const STAY: u64 = 4;
 
 impl Lane {
     pub(crate) fn new(number: usize) -> Self {
@@ -29,7 +37,21 @@ impl Lane {
             cells: Cells::new(),
             counters: Counters::default(),
             in_flight: AtomicUsize::new(0),
+            won: Tally::new(0),
+            stay: Tally::new(0),
         }
+    }
+
+    /// The sweep is here: a lane that no claim was won in since it was here last needs nothing.
+    pub(crate) fn look_back(&self) {
+        let won = self.counters.won.read();
+        let is_used = self.won.swap(won, Ordering::Relaxed) != won;
+        self.stay.store(if is_used { STAY } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// Frees blocks of cells that are not needed.
+    pub(crate) fn free_blocks(&self, guard: &Guard<'_>) {
+        self.cells.free_blocks(self.stay.load(Ordering::Relaxed) as usize, guard);
     }
 }
 

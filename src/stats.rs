@@ -33,7 +33,7 @@ macro_rules! counters {
         impl Counters {
             /// Adds these to what other lanes have counted.
             pub(crate) fn read_into(&self, stats: &mut Stats) {
-                $(stats.$name += self.$name.0.load(Ordering::Relaxed);)*
+                $(stats.$name += self.$name.read();)*
             }
         }
     };
@@ -97,7 +97,7 @@ impl Counters {
     pub(crate) fn ended(&self) -> u64 {
         [&self.expired, &self.forgotten, &self.released, &self.taken_over]
             .iter()
-            .fold(0, |sum, counter| sum + counter.0.load(Ordering::Relaxed))
+            .fold(0, |sum, counter| sum + counter.read())
     }
 }
 
@@ -112,5 +112,9 @@ impl Counter {
 
     pub(crate) fn up(&self) {
         self.add(1);
+    }
+
+    pub(crate) fn read(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
     }
 }

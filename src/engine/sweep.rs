@@ -72,6 +72,8 @@ impl Engine {
             let reaped = &mut step.reaped;
             let look = |cell: &Cell| self.judge(own, cell, now, reaped, &mut woken, &guard);
             let (next, more) = lane.cells.sweep(now, none_before, BLOCKS, &guard, look);
+            lane.look_back();
+            lane.free_blocks(&guard);
             sooner(next);
             step.more |= more;
         }
@@ -128,10 +130,12 @@ impl Engine {
         if more {
             // Cells were given back, perhaps the last of their blocks.
             let guard = self.pin();
-            self.lanes.iter().for_each(|lane| lane.cells.free_blocks(&guard));
+            self.lanes.iter().for_each(|lane| lane.free_blocks(&guard));
         }
         more |= self.slabs.clean();
-        if turn.gone > 512 || turn.gone > 0 && self.room.used().0 == 0 {
+        // A look at all tables costs as much as some tens of thousands of reaped records.
+        let keys = self.room.used().0 as u64;
+        if turn.gone > (keys / 8).max(512) || turn.gone > 0 && keys == 0 {
             let guard = self.pin();
             let mut moving = false;
             for shard in 0..self.index.shards() {

@@ -414,8 +414,6 @@ impl Cells {
             let due = Millis(block.due.load(Ordering::Relaxed));
             next = Some(next.map_or(due, |next| next.min(due)));
         }
-        drop(blocks);
-        self.free_blocks(guard);
         (next, false)
     }
 
@@ -424,14 +422,18 @@ impl Cells {
         self.blocks.lock().is_empty()
     }
 
-    /// Frees all blocks without a taken cell.
-    pub(crate) fn free_blocks(&self, guard: &Guard<'_>) {
+    /// Frees blocks without a taken cell, but for so many as are to stay.
+    pub(crate) fn free_blocks(&self, mut stay: usize, guard: &Guard<'_>) {
         let mut freed = Vec::new();
         let mut blocks = self.blocks.lock();
         let mut index = blocks.len();
         while index > 0 {
             index -= 1;
             let block = &blocks[index];
+            if stay > 0 && block.free.load(Ordering::Relaxed) & ALL == ALL {
+                stay -= 1;
+                continue;
+            }
             // Acquire, partner of the Release in `give_back`; invariant 3.
             let taken = block.free.compare_exchange(ALL, 0, Ordering::Acquire, Ordering::Relaxed);
             if taken.is_ok() {

@@ -450,6 +450,10 @@ pub(crate) struct Slabs {
     number: AtomicU64,
     opening: Mutex<[u16; CHUNKS]>,
     live: AtomicU64,
+    /// How many records were killed before the sweep would have reaped them.
+    killed: Tally,
+    /// The sum of `killed` and `number` when the last look found no slab to compact.
+    compacted: Tally,
     spare: Arc<Mutex<Spare>>,
     pages: Arc<Pages>,
     /// After what time an open slab is closed though it is not full.
@@ -474,6 +478,8 @@ impl Slabs {
             number: AtomicU64::new(0),
             opening: Mutex::new([0; CHUNKS]),
             live: AtomicU64::new(0),
+            killed: Tally::new(0),
+            compacted: Tally::new(0),
             spare: Arc::new(Mutex::new(Spare {
                 dirty: Vec::new(),
                 clean: Vec::new(),
@@ -653,6 +659,7 @@ impl Slabs {
         // SAFETY: the record is in the slab's count, so the slab is there; then the guard keeps it.
         let slab = unsafe { &*record.slab(place) };
         slab.holes.fetch_add(record.state() >> KIND_BITS, Ordering::Relaxed);
+        self.killed.fetch_add(1, Ordering::Relaxed);
         let emptied = slab.take_away(1);
         self.bury(slab, emptied, guard);
     }
@@ -922,6 +929,11 @@ impl Slabs {
         swing: impl Fn(&[u8], Place, Place) -> bool,
         mut lost: impl FnMut(&Record),
     ) -> bool {
+        // Nothing has got holes, and no slab was closed.
+        let looked_at = self.killed.load(Ordering::Relaxed) + self.number();
+        if looked_at == self.compacted.load(Ordering::Relaxed) {
+            return false;
+        }
         for (number, lane) in self.lanes.iter().enumerate() {
             let sparse = |(place, _): &(Place, usize)| {
                 let slab = self.slab(*place, guard)?;
@@ -950,6 +962,7 @@ impl Slabs {
             }
             return true;
         }
+        self.compacted.store(looked_at, Ordering::Relaxed);
         false
     }
 
