@@ -58,6 +58,13 @@ mod counted {
     /// So much garbage is kept without another allocation.
     const ROOM: usize = 64;
 
+    /// With so much garbage whoever adds to it tries to free some. No limit in bytes knows of it, so
+    /// it is little: four times sixteen cells. On many processors a try costs more, and more of it
+    /// may wait.
+    const fn much(lanes: usize) -> usize {
+        if lanes > 8 { lanes / 2 } else { 4 }
+    }
+
     /// A store's guards and garbage.
     pub(crate) struct Domain {
         lanes: Box<[Readers]>,
@@ -189,7 +196,7 @@ mod counted {
         pub(crate) unsafe fn defer(&self, free: unsafe fn(u64, u64), first: u64, second: u64) {
             let mut garbage = self.domain.garbage.lock();
             garbage.fresh.push(Deferred { free, first, second });
-            let much = garbage.fresh.len() >= 2 * self.domain.lanes.len();
+            let much = garbage.fresh.len() >= much(self.domain.lanes.len());
             drop(garbage);
             if much {
                 self.domain.collect();

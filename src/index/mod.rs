@@ -459,7 +459,7 @@ impl Index {
             return true;
         }
         let live = table.live(slabs, guard);
-        let sparse = table.bits > table::FEWEST && live * 5 < table::SAMPLE as u64 * 8;
+        let sparse = table.bits > table::FEWEST && live < table::SAMPLE as u64;
         if sparse || live == 0 && table.overflows() {
             shard.grow(table, slabs, guard);
             return true;

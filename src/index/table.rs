@@ -46,8 +46,10 @@ const MOST: u32 = FEWEST + TAG_BITS - 4;
 /// A chain of so many buckets asks for a rebuild.
 pub(super) const LONG: usize = 8;
 
-/// Buckets that are looked at to guess how full a table is.
-pub(super) const SAMPLE: usize = 32;
+/// Buckets that are looked at to guess how full a table is. It grows with more than 2.8 live
+/// references in a bucket and shrinks with less than 1: so far apart that a table that has grown
+/// does not look sparse, nor one that has shrunk full.
+pub(super) const SAMPLE: usize = 64;
 
 /// A table shrinks to a quarter at most: so many buckets move at a time.
 const SHRINK: u32 = 2;
@@ -221,11 +223,11 @@ impl Shard {
         let live = table.live(slabs, guard) as usize;
         let bits = if cfg!(oncekey_loom) {
             (table.bits + 1).min(2)
-        } else if live * 2 > SAMPLE * 5 {
+        } else if live * 5 > SAMPLE * 14 {
             (table.bits + 1).min(MOST)
-        } else if live * 5 < SAMPLE * 4 {
+        } else if live * 2 < SAMPLE {
             table.bits.saturating_sub(SHRINK).max(FEWEST)
-        } else if live * 5 < SAMPLE * 8 {
+        } else if live < SAMPLE {
             table.bits.saturating_sub(1).max(FEWEST)
         } else {
             table.bits
