@@ -274,9 +274,9 @@ fn case_027_a_leaked_permit_wakes_its_waiters_at_the_end_of_the_lease_without_tr
 }
 
 fn leak_and_wait(runtime: &Runtime, on_lapse: Lapse, threads: usize, tasks: usize) {
-    // A tick that is far longer than the test: the waiters do not depend on it. Whoever sleeps until
-    // the end of the lease sleeps in real time, and then looks at a clock that is moved by hand: so
-    // the lease lapses when all are there, however slow the machine is.
+    // A tick far longer than the test: the waiters do not depend on it. Who sleeps until the
+    // end of the lease sleeps in real time, and then looks at a clock that is moved by hand: so the
+    // lease lapses when all are there, however slow the machine is.
     let clock = ManualClock::new();
     let builder = Store::builder().lease(100 * MS).tick(LONG).on_lapse(on_lapse);
     let store = builder.clock(clock.clone()).build().unwrap();
@@ -302,7 +302,7 @@ fn leak_and_wait(runtime: &Runtime, on_lapse: Lapse, threads: usize, tasks: usiz
             (_, other) => panic!("{on_lapse:?}: {other:?}"),
         }
     }
-    // Who has judged the lapse counts it, perhaps after a thread has seen by itself what came of it.
+    // Who has judged the lapse counts it, perhaps after a thread has seen what came of it.
     until(|| store.stats().lapsed > 0 && store.stats().in_flight == 0);
     let stats = store.stats();
     assert_eq!((stats.in_flight, stats.waiters, stats.lapsed), (0, 0, 1));
