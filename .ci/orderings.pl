@@ -44,8 +44,8 @@ my $sync = do { local $/ = undef; <$in> };
 for my $name (qw(fence_after_seq_cst_addition between_seq_cst)) {
     $number++;
     print "$number\tsrc/sync.rs\t0\tfence of $name\n";
-    $sync =~ s/(fn $name\(\) \{(?:(?!\n    ?\}\n).)*?[^_])fence\(Ordering::SeqCst\)/$1weak_fence($number)/s
-        or $name eq 'between_seq_cst' && $sync =~ s/(mod model .*fn $name\(\) \{\s*)fence\(Ordering::SeqCst\)/$1crate::sync::weak_fence($number)/s
+    $sync =~ s/(fn $name\(\) \{[^}]*?(?:else \{\s*)?)\bfence\(Ordering::SeqCst\)/$1crate::sync::weak_fence($number)/
+        or $sync =~ s/(fn $name\(\) \{.*?\belse \{\s*)fence\(Ordering::SeqCst\)/$1crate::sync::weak_fence($number)/s
         or die "sync: no $name";
 }
 $sync .= <<'RUST';
@@ -60,6 +60,7 @@ pub(crate) fn weak(number: usize, ordering: Ordering) -> Ordering {
     if is_weak(number) { Ordering::Relaxed } else { ordering }
 }
 
+#[allow(dead_code)]
 pub(crate) fn weak_fence(number: usize) {
     if !is_weak(number) {
         fence(Ordering::SeqCst);
