@@ -476,6 +476,17 @@ impl Index {
         }
     }
 
+    /// Moves the bucket of `hash`, if its table grows: for models.
+    #[cfg(all(test, oncekey_loom))]
+    pub(crate) fn move_bucket(&self, hash: u64, slabs: &Slabs, guard: &Guard<'_>) {
+        let shard = self.shard(hash);
+        if let Some(table) = shard.table(guard)
+            && let Some(next) = table.next(guard)
+        {
+            shard.help(table, next, hash << self.shard_bits, slabs, guard);
+        }
+    }
+
     pub(crate) fn shards(&self) -> usize {
         self.shards.len()
     }
