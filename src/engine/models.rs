@@ -919,7 +919,7 @@ fn loom_sweep_against_late_completion() {
 fn loom_slab_death_against_completion() {
     // The last record of a slab dies while another completion is let in.
     roles(
-        BOUND,
+        3,
         Lapse::TakeOver,
         |world| {
             world.fill("a");
