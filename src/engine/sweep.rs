@@ -21,6 +21,9 @@ const BLOCKS: usize = 16;
 /// Records that a step makes dead.
 const RECORDS: usize = 1024;
 
+/// Shards of the index whose tables a step looks at.
+const SHARDS: usize = 32;
+
 /// What one step of the sweep did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Step {
@@ -37,8 +40,10 @@ pub(crate) struct Step {
 pub(super) struct Turn {
     /// What has ended, by the counters, when the sweep last looked.
     ended: u64,
-    /// What has ended since tables were last looked at for shrinking.
+    /// What has ended since a round of looks at the tables was last begun, for shrinking.
     gone: u64,
+    /// In such a round, the shard that is next.
+    shard: Option<usize>,
 }
 
 impl Engine {
@@ -135,16 +140,16 @@ impl Engine {
         more |= self.slabs.clean();
         // A look at all tables costs as much as some tens of thousands of reaped records.
         let keys = self.room.used().0 as u64;
-        if turn.gone > (keys / 8).max(512) || turn.gone > 0 && keys == 0 {
+        if turn.shard.is_none() && (turn.gone > (keys / 8).max(512) || turn.gone > 0 && keys == 0) {
+            turn.gone = 0;
+            turn.shard = Some(0);
+        }
+        if let Some(from) = turn.shard {
             let guard = self.pin();
-            let mut moving = false;
-            for shard in 0..self.index.shards() {
-                moving |= self.index.trim(shard, &self.slabs, &guard);
-            }
-            if !moving {
-                turn.gone = 0;
-            }
-            more |= moving;
+            let to = self.index.shards().min(from + SHARDS);
+            let moving = (from..to).find(|&shard| self.index.trim(shard, &self.slabs, &guard));
+            turn.shard = moving.or(Some(to)).filter(|&next| next < self.index.shards());
+            more |= turn.shard.is_some();
         }
         more
     }

@@ -422,15 +422,20 @@ impl Cells {
         self.blocks.lock().is_empty()
     }
 
-    /// Frees blocks without a taken cell, but for so many as are to stay.
+    /// Frees blocks without a taken cell: all of them, or at most every other one and not the first
+    /// few that are to stay, so that what comes and goes is not given away each time.
     pub(crate) fn free_blocks(&self, mut stay: usize, guard: &Guard<'_>) {
         let mut freed = Vec::new();
         let mut blocks = self.blocks.lock();
+        let is_unused = |block: &&Arc<Block>| block.free.load(Ordering::Relaxed) & ALL == ALL;
+        if stay > 0 {
+            stay = stay.max(blocks.iter().filter(is_unused).count() / 2);
+        }
         let mut index = blocks.len();
         while index > 0 {
             index -= 1;
             let block = &blocks[index];
-            if stay > 0 && block.free.load(Ordering::Relaxed) & ALL == ALL {
+            if stay > 0 && is_unused(&block) {
                 stay -= 1;
                 continue;
             }

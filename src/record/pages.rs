@@ -146,9 +146,10 @@ impl Free {
         self.blocks[order].insert(address, false);
     }
 
-    /// A free chunk that is to go: one in sixteen may stay for the next.
+    /// A free chunk that is to go: one in eight may stay for the next. Tables that are rebuilt at
+    /// about the same time need as many.
     fn spare_chunk(&mut self) -> Option<usize> {
-        if self.blocks[ORDERS - 1].len() <= self.chunks.len() / 16 {
+        if self.blocks[ORDERS - 1].len() <= self.chunks.len() / 8 {
             return None;
         }
         let (chunk, _) = self.blocks[ORDERS - 1].pop_first()?;
