@@ -255,11 +255,13 @@ pub(crate) struct Cells {
     /// The block that cells are taken from: an address, zero for none. Its `Arc` is in `blocks`.
     current: AtomicU64,
     blocks: Mutex<Vec<Arc<Block>>>,
+    /// Where in `blocks` the present block stands, or stood. Read and written under their lock.
+    found: Tally,
 }
 
 impl Cells {
     pub(crate) fn new() -> Self {
-        Self { current: AtomicU64::new(0), blocks: Mutex::new(Vec::new()) }
+        Self { current: AtomicU64::new(0), blocks: Mutex::new(Vec::new()), found: Tally::new(0) }
     }
 
     /// A cell in flight that no slot names yet. Its token is still to be set. No deadline of a
@@ -302,8 +304,14 @@ impl Cells {
             if self.current.load(Ordering::Acquire) as usize != current {
                 continue;
             }
-            let found = blocks.iter().find(|block| block.free.load(Ordering::Relaxed) != 0);
-            let block = match found {
+            // From where the last one was found: those before it are taken or wait to be given back.
+            let from = (self.found.load(Ordering::Relaxed) as usize).min(blocks.len());
+            let has_free = |&at: &usize| {
+                blocks.get(at).is_some_and(|block| block.free.load(Ordering::Relaxed) != 0)
+            };
+            let found = (from..blocks.len()).chain(0..from).find(has_free);
+            self.found.store(found.unwrap_or(blocks.len()) as u64, Ordering::Relaxed);
+            let block = match found.and_then(|at| blocks.get(at)) {
                 Some(block) => block,
                 None => {
                     blocks.push(Block::new(due));

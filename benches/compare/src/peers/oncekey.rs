@@ -41,7 +41,7 @@ impl Peer for Oncekey {
     fn new(time: Time) -> Self {
         let clock = ManualClock::new();
         // No limit is met here, but all of them are kept count of.
-        let builder = Store::builder().max_keys(1 << 30).max_bytes(1 << 40);
+        let builder = Store::builder().max_keys(1 << 24).max_bytes(1 << 34);
         let builder = match time {
             Time::Real => builder,
             Time::ByHand { retention } => builder
