@@ -220,6 +220,7 @@ impl StoreBuilder {
             lease: span("lease", self.lease)?.plus(lag),
             max_run: span("max_run", self.max_run)?.plus(lag),
             tick: span("tick", self.tick)?,
+            lag,
             reserve: self.outcome_reserve,
             on_abandon: self.on_abandon,
             on_lapse: self.on_lapse,
@@ -549,12 +550,14 @@ impl Store {
 
     /// How long an outcome is kept.
     pub fn retention(&self) -> Duration {
-        Duration::from_millis(self.engine().settings.retention.0)
+        let settings = &self.engine().settings;
+        settings.retention.since(settings.lag)
     }
 
     /// How long an owner without a sign of life keeps its claim.
     pub fn lease(&self) -> Duration {
-        Duration::from_millis(self.engine().settings.lease.0)
+        let settings = &self.engine().settings;
+        settings.lease.since(settings.lag)
     }
 
     /// Counts a run whose completion met another run's (R9).

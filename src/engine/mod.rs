@@ -81,6 +81,9 @@ pub(crate) struct Settings {
     pub(crate) lease: Millis,
     pub(crate) max_run: Millis,
     pub(crate) tick: Millis,
+    /// By how much retention, lease and `max_run` are longer than what was asked for, because the
+    /// clock may be behind.
+    pub(crate) lag: Millis,
     pub(crate) reserve: usize,
     pub(crate) on_abandon: Abandon,
     pub(crate) on_lapse: Lapse,

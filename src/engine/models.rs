@@ -38,6 +38,7 @@ impl World {
             lease: Millis(LEASE),
             max_run: Millis(LEASE),
             tick: Millis(1),
+            lag: Millis(0),
             reserve: 0,
             on_abandon: Abandon::Hold,
             on_lapse,

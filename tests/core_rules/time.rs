@@ -1,7 +1,10 @@
 //! R22 to R24: when a record ends. And the drain, which ends the taking in.
 
 use std::{
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -34,6 +37,38 @@ fn r22_retention_counts_from_completion_and_reads_do_not_extend_it() {
     clock.advance(HOUR - MS);
     store.claim(&id("k"), fp("")).replayed();
     clock.advance(MS);
+    store.claim(&id("k"), fp("")).won().release().unwrap();
+}
+
+/// As the system's coarse clock: a reading is up to 4 ms behind, and a store cuts it to whole
+/// milliseconds.
+#[derive(Clone, Default)]
+struct Behind {
+    micros: Arc<AtomicU64>,
+}
+
+impl Clock for Behind {
+    fn now(&self) -> Duration {
+        Duration::from_millis(self.micros.load(Ordering::SeqCst) / 4_000 * 4)
+    }
+
+    fn lag(&self) -> Duration {
+        5 * MS
+    }
+}
+
+#[test]
+fn r22_a_clock_that_is_behind_cuts_nothing_short() {
+    let clock = Behind::default();
+    let builder = Store::builder().retention(10 * MS).sweep(Sweep::Manual).clock(clock.clone());
+    let store = builder.build().unwrap();
+    assert_eq!(store.retention(), 10 * MS, "as it was asked for");
+    clock.micros.store(3_900, Ordering::SeqCst);
+    store.claim(&id("k"), fp("")).won().complete(outcome("1")).unwrap();
+    // By the clock 12 ms have passed, in truth 9.
+    clock.micros.store(12_900, Ordering::SeqCst);
+    store.claim(&id("k"), fp("")).replayed();
+    clock.micros.store(3_900 + 10_000 + 2 * 5_000, Ordering::SeqCst);
     store.claim(&id("k"), fp("")).won().release().unwrap();
 }
 
