@@ -260,6 +260,7 @@ fn loom_claim_against_growth() {
 }
 
 #[test]
+#[ignore = "minutes: `.ci/loom --all`"]
 #[cfg(not(oncekey_reclaim))]
 fn loom_two_helpers_of_one_bucket_and_a_claim() {
     model(1, || {
