@@ -5,16 +5,18 @@
 //! [`Guard::defer`], which frees it once every guard that was there is gone.
 //!
 //! ```text
-//! readers of a lane   | side 0 | side 1 |      each guard is counted in one of them
-//! turn                which side new guards take
+//! readers of a lane   | even | odd |      each guard is counted in the one of its epoch
+//! epoch               e -> e + 1, when the counters that e + 1 will take are seen at zero
 //!
-//! fresh --seal--> old     other side seen empty, turn flipped, that side seen empty: free
+//! fresh --seal--> old, with the epoch of that time     three epochs later: free
 //! ```
 //!
 //! 1. A guard is counted in one counter from before its first look to after its last.
-//! 2. Garbage is freed when each counter was seen at zero at some time after it was unreachable.
-//!    A guard that could have reached it was counted all that time, so its counter was not zero.
-//! 3. Flipping the turn only helps: new guards go where nobody waits, so the other side drains.
+//! 2. What is unreachable is marked with the epoch that is read after that, and may be freed when
+//!    the epoch is at least three further. The last two of the steps to there began later than the
+//!    mark, and each has seen one side of the counters at zero. A guard that could have reached what
+//!    is freed was counted all that time, so its side was not zero.
+//! 3. Which epoch a guard has read does not matter, however old: it is counted in one of two sides.
 //!
 //! The count and the look are two words: the guard counts itself, then reads links; the collector
 //! has cut links, then reads counts. A full fence on both sides makes one of them see the other.
@@ -32,6 +34,20 @@
 pub(crate) use self::counted::{Domain, Guard};
 #[cfg(all(oncekey_loom, not(oncekey_reclaim)))]
 pub(crate) use self::keeping::{Domain, Guard};
+
+/// When something was seen to be unreachable: an epoch. See the head of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mark(u32);
+
+impl Mark {
+    pub(crate) fn from_bits(bits: u32) -> Self {
+        Self(bits)
+    }
+
+    pub(crate) fn bits(self) -> u32 {
+        self.0
+    }
+}
 
 /// What is to be done when all present guards are gone: a function and its two words.
 struct Deferred {
@@ -52,41 +68,36 @@ impl Deferred {
     allow(dead_code, reason = "it has models of its own")
 )]
 mod counted {
-    use crate::reclaim::Deferred;
+    use crate::reclaim::{Deferred, Mark};
     use crate::sync::{AtomicUsize, Mutex, Ordering, fence, fence_after_seq_cst_addition};
 
     /// So much garbage is kept without another allocation.
     const ROOM: usize = 64;
 
-    /// With so much garbage whoever adds to it tries to free some. No limit in bytes knows of it, so
-    /// it is little: four times sixteen cells. On many processors a try costs more, and more of it
-    /// may wait.
-    const fn much(lanes: usize) -> usize {
-        match lanes {
-            // So that it happens within a model.
-            _ if cfg!(oncekey_loom) => 2,
-            0..=8 => 4,
-            _ => lanes / 2,
-        }
-    }
+    /// With so much garbage whoever adds to it tries to free some.
+    const MUCH: usize = if cfg!(oncekey_loom) { 2 } else { 4 };
 
     /// A store's guards and garbage.
     pub(crate) struct Domain {
         lanes: Box<[Readers]>,
         /// Its lowest bit is the side that new guards take.
-        turn: AtomicUsize,
+        epoch: Epoch,
         garbage: Mutex<Garbage>,
     }
 
     #[repr(align(128))]
     struct Readers([AtomicUsize; 2]);
 
+    /// Read by all and rarely written, so on a line of its own.
+    #[repr(align(128))]
+    struct Epoch(AtomicUsize);
+
     struct Garbage {
         fresh: Vec<Deferred>,
         /// Sealed: nothing is added.
         old: Vec<Deferred>,
-        /// Whether the turn was flipped since.
-        flipped: bool,
+        /// When `old` was sealed.
+        sealed: Mark,
         /// Whether a thread frees what was sealed before. No other does then: what was asked for
         /// later may be the memory of what is freed now.
         busy: bool,
@@ -104,25 +115,66 @@ mod counted {
             let room = || Vec::with_capacity(ROOM);
             Self {
                 lanes: (0..lanes).map(|_| readers()).collect(),
-                turn: AtomicUsize::new(0),
+                epoch: Epoch(AtomicUsize::new(0)),
                 garbage: Mutex::new(Garbage {
                     fresh: room(),
                     old: room(),
-                    flipped: false,
+                    sealed: Mark(0),
                     busy: false,
                 }),
             }
         }
 
         /// Holds off reclamation. `lane` spreads, it decides nothing; it is taken modulo.
+        #[inline]
         pub(crate) fn pin(&self, lane: usize) -> Guard<'_> {
             // Relaxed: either side is right.
-            let turn = self.turn.load(Ordering::Relaxed) & 1;
-            let Readers(sides) = &self.lanes[lane % self.lanes.len()];
-            // The fence is the partner of the one in `collect`.
-            sides[turn].fetch_add(1, Ordering::SeqCst);
+            let side = self.epoch.0.load(Ordering::Relaxed) & 1;
+            // A power of two of them.
+            let Readers(sides) = &self.lanes[lane & (self.lanes.len() - 1)];
+            // The fence is the partner of the one in `advance`.
+            sides[side].fetch_add(1, Ordering::SeqCst);
             fence_after_seq_cst_addition();
-            Guard { domain: self, readers: &sides[turn] }
+            Guard { domain: self, readers: &sides[side] }
+        }
+
+        /// Moves the epoch on if nobody is left on the side that comes next. False if somebody is.
+        fn advance(&self) -> bool {
+            let epoch = self.epoch.0.load(Ordering::Relaxed);
+            let next = epoch.wrapping_add(1);
+            // Partner of the one in `pin`: a guard whose count is not seen below sees all links that
+            // were cut before this. And of the one in `mark`.
+            fence(Ordering::SeqCst);
+            // Acquire, partner of the Release in the guard's drop: it has looked its last.
+            let empty = |Readers(sides): &Readers| sides[next & 1].load(Ordering::Acquire) == 0;
+            if !self.lanes.iter().all(empty) {
+                return false;
+            }
+            // AcqRel: who sees the new epoch has what all steps to it have seen. Relaxed where
+            // somebody else has moved it.
+            let moved =
+                self.epoch.0.compare_exchange(epoch, next, Ordering::AcqRel, Ordering::Relaxed);
+            let _ = moved;
+            true
+        }
+
+        /// Makes all marks past, unless somebody looks. To be called without a guard.
+        pub(crate) fn turn_over(&self) {
+            let _ = self.advance() && self.advance() && self.advance();
+        }
+
+        fn mark(&self) -> Mark {
+            // Partner of the one in `advance`: a step that begins in a later epoch than is read here
+            // comes after this.
+            fence(Ordering::SeqCst);
+            Mark(self.epoch.0.load(Ordering::Relaxed) as u32)
+        }
+
+        fn is_past(&self, mark: Mark) -> bool {
+            // Acquire, partner of the AcqRel in `advance`.
+            let epoch = self.epoch.0.load(Ordering::Acquire) as u32;
+            // Marks go round: one that is 2^32 epochs old is taken for a new one, for three epochs.
+            epoch.wrapping_sub(mark.0) >= 3
         }
 
         /// Frees what can be freed; true if something is left for which the caller may try again.
@@ -137,23 +189,14 @@ mod counted {
                     if garbage.fresh.is_empty() {
                         return left;
                     }
-                    let Garbage { fresh, old, flipped, .. } = &mut *garbage;
+                    let Garbage { fresh, old, sealed, .. } = &mut *garbage;
                     std::mem::swap(fresh, old);
-                    *flipped = false;
+                    *sealed = self.mark();
                 }
-                // Partner of the one in `pin`: a guard whose count is not seen below sees all links
-                // that were cut before this.
-                fence(Ordering::SeqCst);
-                let turn = self.turn.load(Ordering::Relaxed);
-                let side = !turn & 1;
-                // Acquire, partner of the Release in the guard's drop: it has looked its last.
-                let empty = |Readers(sides): &Readers| sides[side].load(Ordering::Acquire) == 0;
-                if !self.lanes.iter().all(empty) {
-                    return left;
-                }
-                if !garbage.flipped {
-                    self.turn.store(turn.wrapping_add(1), Ordering::Relaxed);
-                    garbage.flipped = true;
+                if !self.is_past(garbage.sealed) {
+                    if !self.advance() {
+                        return left;
+                    }
                     continue;
                 }
                 let mut ready = std::mem::take(&mut garbage.old);
@@ -201,10 +244,24 @@ mod counted {
         pub(crate) unsafe fn defer(&self, free: unsafe fn(u64, u64), first: u64, second: u64) {
             let mut garbage = self.domain.garbage.lock();
             garbage.fresh.push(Deferred { free, first, second });
-            let much = garbage.fresh.len() >= much(self.domain.lanes.len());
+            let much = garbage.fresh.len() >= MUCH;
             drop(garbage);
             if much {
                 self.domain.collect();
+            }
+        }
+
+        /// For what this thread has made unreachable, or seen so: from when it counts.
+        pub(crate) fn mark(&self) -> Mark {
+            self.domain.mark()
+        }
+
+        /// Whether all guards are gone that could have reached what was marked so. If not, tries to
+        /// make it so for who asks later.
+        pub(crate) fn is_past(&self, mark: Mark) -> bool {
+            self.domain.is_past(mark) || {
+                self.domain.advance();
+                self.domain.is_past(mark)
             }
         }
     }
@@ -230,7 +287,10 @@ mod counted {
 /// the engine's models of two threads run on it.
 #[cfg(all(oncekey_loom, not(oncekey_reclaim)))]
 mod keeping {
-    use crate::{reclaim::Deferred, sync::Quiet};
+    use crate::{
+        reclaim::{Deferred, Mark},
+        sync::Quiet,
+    };
 
     pub(crate) struct Domain(Quiet<Vec<Deferred>>);
 
@@ -244,6 +304,8 @@ mod keeping {
         pub(crate) fn pin(&self, _lane: usize) -> Guard<'_> {
             Guard(self)
         }
+
+        pub(crate) fn turn_over(&self) {}
 
         pub(crate) fn collect(&self) -> bool {
             false
@@ -262,6 +324,14 @@ mod keeping {
             if let Ok(mut kept) = self.0.0.lock() {
                 kept.push(Deferred { free, first, second });
             }
+        }
+
+        pub(crate) fn mark(&self) -> Mark {
+            Mark(0)
+        }
+
+        pub(crate) fn is_past(&self, _: Mark) -> bool {
+            false
         }
     }
 

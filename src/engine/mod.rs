@@ -584,7 +584,8 @@ impl Engine {
     pub(crate) fn finished(&self, seen: &Running) -> Option<Met> {
         let guard = self.pin();
         let now = self.now();
-        let word = self.lanes.iter().find_map(|lane| lane.cells.word_of(seen.cell, seen.token))?;
+        let word =
+            self.lanes.iter().find_map(|lane| lane.cells.word_of(seen.cell, seen.token, &guard))?;
         if word.kind() != Kind::Completed {
             return None;
         }

@@ -131,12 +131,12 @@ impl Engine {
     /// more.
     pub(crate) fn trim(&self) -> bool {
         let mut turn = self.sweeping.lock();
+        // What the sweep has sealed, with a guard that was in the way until now.
+        self.domain.turn_over();
+        let guard = self.pin();
+        self.lanes.iter().for_each(|lane| lane.free_blocks(&guard));
+        drop(guard);
         let mut more = self.domain.collect();
-        if more {
-            // Cells were given back, perhaps the last of their blocks.
-            let guard = self.pin();
-            self.lanes.iter().for_each(|lane| lane.free_blocks(&guard));
-        }
         more |= self.slabs.clean();
         // A look at all tables costs as much as some tens of thousands of reaped records.
         let keys = self.room.used().0 as u64;

@@ -1,23 +1,29 @@
 //! Where claims live that are not done: cells, in blocks of 32.
 //!
 //! ```text
-//! Lane   current --+     blocks (locked): [ block, block, block ]
-//!                  v
-//! Block  | free: 32 bits | retired: 32 bits | due | cell | cell | ... |
+//! Lane   current, cursor: numbers of blocks    shelves: | 16 | 32 | 64 | .. addresses of blocks
+//! Block  | free: 32 bits | retired: 32 bits | waiting: 32 bits, mark | due | cell | cell | ... |
 //! Cell   | state | token | claimed | settled | hash, fingerprint, identity |     192 bytes
+//!
+//! cell   free --take--> taken --retire--> retired --seal--> waiting --refill--> free
 //! ```
 //!
 //! Ground rules: a cell is one claim, from winning it to the end of its permit and of its place in
 //! the index. Identity and fingerprint are written before the cell is put into the index and not
-//! again while anybody can see it (R12).
+//! again while anybody can see it (R12). Nobody waits for a cell: a block that is used up is left,
+//! the one that was left longest ago is looked at, and if those who might still see its cells are
+//! not gone, a new block is made.
 //!
 //! Invariants:
 //!
-//! 1. A cell is free (bit in `free`), retired (bit in `retired`, or a deferred call carries it), or
-//!    taken (neither). Only a thread that took it writes it.
+//! 1. A cell is free, retired or waiting (one bit in its block), or taken (none). Only a thread that
+//!    took it writes it.
 //! 2. A cell is retired by the thread that its state word appoints (see `word.rs`), after no slot
-//!    names it any more. Its bit comes back to `free` only when all who could see it are gone.
+//!    names it any more. Retired cells of a block are sealed together, with a mark (see `reclaim`),
+//!    and are free again when the guards of that time are gone.
 //! 3. A block that is all free may go: its bits are all taken first, so nobody takes a cell of it.
+//!    Then its place on the shelf is emptied, and it is freed when nobody has it in hand. Places have
+//!    numbers and are not freed, so that a number that somebody remembers is never wrong.
 //! 4. `due` is no later than the earliest deadline of a taken cell. Deadlines are made later, but
 //!    for claims and attended runs that begin after the sweep has looked: it leaves room for those.
 
@@ -25,8 +31,8 @@ use crate::{
     clock::Millis,
     fingerprint::Fingerprint,
     identity::Frame,
-    reclaim::Guard,
-    sync::{Arc, AtomicU64, Mutex, Ordering, Tally, UnsafeCell},
+    reclaim::{Guard, Mark},
+    sync::{AtomicU64, Ordering, Tally, UnsafeCell},
 };
 
 use super::word::{Kind, Word};
@@ -35,8 +41,17 @@ use super::word::{Kind, Word};
 const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 32 };
 const ALL: u64 = u64::MAX >> (64 - CELLS);
 
-/// So many retired cells are given back together, unless the sweep comes first.
+/// So many retired cells are sealed together, unless somebody looks for free ones first.
 const BATCH: u32 = if cfg!(oncekey_loom) { 1 } else { 16 };
+
+/// So many blocks are looked at before a new one is made.
+const LOOKS: usize = if cfg!(oncekey_loom) { 1 } else { 4 };
+
+/// Places on the first shelf; each further one has twice as many.
+const FIRST: usize = if cfg!(oncekey_loom) { 2 } else { 16 };
+
+/// With so many there are places for 2^33 cells in a lane: no machine has memory for as many.
+const SHELVES: usize = if cfg!(oncekey_loom) { 3 } else { 24 };
 
 /// So many cells of a block may be ghosts: a few, because nobody counts them against a limit.
 const GHOSTS: u64 = 4;
@@ -202,6 +217,8 @@ struct Block {
     free: AtomicU64,
     /// A set bit is a cell that nobody new can see.
     retired: AtomicU64,
+    /// [`Waiting`].
+    waiting: AtomicU64,
     /// Invariant 4, in milliseconds.
     due: AtomicU64,
     /// Cells that are ghosts.
@@ -209,11 +226,31 @@ struct Block {
     cells: [Cell; CELLS],
 }
 
+/// Cells that were sealed, and when: a bit for each, and a [`Mark`].
+#[derive(Clone, Copy)]
+struct Waiting {
+    cells: u64,
+    mark: Mark,
+}
+
+impl Waiting {
+    fn from_bits(bits: u64) -> Self {
+        Self { cells: bits >> 32, mark: Mark::from_bits(bits as u32) }
+    }
+
+    fn bits(self) -> u64 {
+        self.cells << 32 | u64::from(self.mark.bits())
+    }
+}
+
+const _: () = assert!(CELLS <= 32);
+
 impl Block {
-    fn new(due: Millis) -> Arc<Self> {
-        let block = Arc::new(Self {
+    fn new(due: Millis) -> Box<Self> {
+        let block = Box::new(Self {
             free: AtomicU64::new(ALL),
             retired: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
             due: AtomicU64::new(due.0),
             ghosts: Tally::new(0),
             cells: std::array::from_fn(|number| Cell::blank(number as u8)),
@@ -222,6 +259,7 @@ impl Block {
         block
     }
 
+    #[inline]
     fn take(&self) -> Option<&Cell> {
         loop {
             // Relaxed: only a hint, the next line decides.
@@ -236,32 +274,120 @@ impl Block {
         }
     }
 
-    /// Gives cells back that nobody sees any more.
-    fn give_back(&self, cells: u64) {
-        for cell in self.cells.iter().filter(|cell| cells >> cell.number & 1 != 0) {
-            // The sweep looks at cells that are taken and not yet filled: a word of the last claim
-            // must not be taken for the next one's.
-            cell.state.store(Word::BLANK.bits(), Ordering::Relaxed);
-            // SAFETY: retired long ago and not yet free: nobody else looks at it (invariant 1).
-            cell.body.with_mut(|body| unsafe { (*body).frame = Frame::NONE });
+    /// Marks the retired cells, unless others wait.
+    fn seal(&self, guard: &Guard<'_>) {
+        let before = self.waiting.load(Ordering::Relaxed);
+        if Waiting::from_bits(before).cells != 0 {
+            return;
         }
-        self.free.fetch_or(cells, Ordering::Release);
+        // AcqRel: takes over what the retiring threads did.
+        let cells = self.retired.swap(0, Ordering::AcqRel);
+        if cells == 0 {
+            return;
+        }
+        let waiting = Waiting { cells, mark: guard.mark() }.bits();
+        // AcqRel, partner of the CAS in `refill`: what retired them, and what gave back those before.
+        let sealed =
+            self.waiting.compare_exchange(before, waiting, Ordering::AcqRel, Ordering::Relaxed);
+        if sealed.is_err() {
+            // Somebody else has sealed some. Release: for who takes them over next.
+            self.retired.fetch_or(cells, Ordering::Release);
+        }
+    }
+
+    /// Gives waiting cells back, if nobody sees them any more. True if there are free ones now.
+    fn refill(&self, guard: &Guard<'_>) -> bool {
+        self.seal(guard);
+        let bits = self.waiting.load(Ordering::Acquire);
+        let Waiting { cells, mark } = Waiting::from_bits(bits);
+        if cells == 0 || !guard.is_past(mark) {
+            return self.free.load(Ordering::Relaxed) != 0;
+        }
+        // AcqRel: one thread gives them back, and has what those did who retired them.
+        let none = Waiting { cells: 0, mark }.bits();
+        let taken = self.waiting.compare_exchange(bits, none, Ordering::AcqRel, Ordering::Relaxed);
+        if taken.is_ok() {
+            for cell in self.cells.iter().filter(|cell| cells >> cell.number & 1 != 0) {
+                // The sweep looks at cells that are taken and not yet filled: a word of the last
+                // claim must not be taken for the next one's.
+                cell.state.store(Word::BLANK.bits(), Ordering::Relaxed);
+                // SAFETY: retired long ago and not yet free: nobody else looks at it (invariant 1).
+                cell.body.with_mut(|body| unsafe { (*body).frame = Frame::NONE });
+            }
+            self.free.fetch_or(cells, Ordering::Release);
+        }
+        true
+    }
+
+    /// Whether no cell is retired, waiting or taken.
+    fn is_unused(&self) -> bool {
+        self.free.load(Ordering::Relaxed) == ALL
     }
 }
 
 /// The cells of a lane.
 #[derive(Debug)]
 pub(crate) struct Cells {
-    /// The block that cells are taken from: an address, zero for none. Its `Arc` is in `blocks`.
-    current: AtomicU64,
-    blocks: Mutex<Vec<Arc<Block>>>,
-    /// Where in `blocks` the present block stands, or stood. Read and written under their lock.
-    found: Tally,
+    /// The number of the block that cells are taken from. As the next one, it is only a hint.
+    current: Tally,
+    /// The number of the block that was left longest ago.
+    cursor: Tally,
+    /// Number of changes (32 bits) and a length (32): places that may have a block lie below it.
+    len: AtomicU64,
+    /// Blocks that there are, are about to be, or wait to be freed.
+    count: AtomicU64,
+    /// Addresses of arrays of places, zero for none; and each place the address of a block, zero for
+    /// none. What they lead to is written whole before (Release, and Acquire in `place` and `block`).
+    shelves: [AtomicU64; SHELVES],
 }
 
 impl Cells {
     pub(crate) fn new() -> Self {
-        Self { current: AtomicU64::new(0), blocks: Mutex::new(Vec::new()), found: Tally::new(0) }
+        Self {
+            current: Tally::new(0),
+            cursor: Tally::new(0),
+            len: AtomicU64::new(0),
+            count: AtomicU64::new(0),
+            shelves: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    /// The shelf of a place, and where on it.
+    fn shelf(at: usize) -> (usize, usize) {
+        let shelf = (at / FIRST + 1).ilog2() as usize;
+        (shelf, at - ((FIRST << shelf) - FIRST))
+    }
+
+    /// The place with the number `at`, if its shelf is there.
+    #[inline]
+    fn place(&self, at: usize) -> Option<&AtomicU64> {
+        let (shelf, index) = Self::shelf(at);
+        let address = self.shelves.get(shelf)?.load(Ordering::Acquire) as usize;
+        if address == 0 {
+            return None;
+        }
+        let places = std::ptr::with_exposed_provenance::<AtomicU64>(address);
+        // SAFETY: the shelf has so many places and stays until `self` is dropped.
+        Some(unsafe { &*places.add(index) })
+    }
+
+    #[inline]
+    fn block<'g>(&'g self, at: usize, _guard: &'g Guard<'g>) -> Option<&'g Block> {
+        let address = self.place(at)?.load(Ordering::Acquire) as usize;
+        if address == 0 {
+            return None;
+        }
+        // SAFETY: a block is freed after its place was emptied and all guards are gone.
+        Some(unsafe { &*std::ptr::with_exposed_provenance::<Block>(address) })
+    }
+
+    fn blocks<'g>(&'g self, guard: &'g Guard<'g>) -> impl Iterator<Item = (usize, &'g Block)> {
+        (0..self.len()).filter_map(move |at| Some((at, self.block(at, guard)?)))
+    }
+
+    fn len(&self) -> usize {
+        // Acquire, partner of the change in `make_block`.
+        self.len.load(Ordering::Acquire) as u32 as usize
     }
 
     /// A cell in flight that no slot names yet. Its token is still to be set. No deadline of a
@@ -289,47 +415,97 @@ impl Cells {
         Owned(std::ptr::NonNull::from(cell))
     }
 
-    fn take<'g>(&'g self, due: Millis, _guard: &'g Guard<'_>) -> &'g Cell {
+    #[inline]
+    fn take<'g>(&'g self, due: Millis, guard: &'g Guard<'g>) -> &'g Cell {
         loop {
-            // Acquire, partner of the stores below: the block is there.
-            let current = self.current.load(Ordering::Acquire) as usize;
-            if current != 0 {
-                // SAFETY: a block is freed after `current` has left it and all guards are gone.
-                let block = unsafe { &*std::ptr::with_exposed_provenance::<Block>(current) };
-                if let Some(cell) = block.take() {
-                    return cell;
-                }
+            let current = self.current.load(Ordering::Relaxed) as usize;
+            if let Some(block) = self.block(current, guard)
+                && let Some(cell) = block.take()
+            {
+                return cell;
             }
-            let mut blocks = self.blocks.lock();
-            if self.current.load(Ordering::Acquire) as usize != current {
-                continue;
-            }
-            // From where the last one was found: those before it are taken or wait to be given back.
-            let from = (self.found.load(Ordering::Relaxed) as usize).min(blocks.len());
-            let has_free = |&at: &usize| {
-                blocks.get(at).is_some_and(|block| block.free.load(Ordering::Relaxed) != 0)
-            };
-            let found = (from..blocks.len()).chain(0..from).find(has_free);
-            self.found.store(found.unwrap_or(blocks.len()) as u64, Ordering::Relaxed);
-            let block = match found.and_then(|at| blocks.get(at)) {
-                Some(block) => block,
-                None => {
-                    blocks.push(Block::new(due));
-                    let Some(block) = blocks.last() else { continue };
-                    block
-                }
-            };
-            let address = Arc::as_ptr(block).expose_provenance() as u64;
-            self.current.store(address, Ordering::Release);
+            self.go_on(due, guard);
         }
     }
 
+    /// Finds a block with free cells, or makes one.
+    #[cold]
+    fn go_on(&self, due: Millis, guard: &Guard<'_>) {
+        let len = self.len();
+        let mut vacant = len;
+        for _ in 0..LOOKS.min(len) {
+            let mut at = self.cursor.fetch_add(1, Ordering::Relaxed) as usize;
+            if at >= len {
+                self.cursor.store(1, Ordering::Relaxed);
+                at = 0;
+            }
+            match self.block(at, guard) {
+                Some(block) if block.refill(guard) => {
+                    self.current.store(at as u64, Ordering::Relaxed);
+                    return;
+                }
+                Some(_) => {}
+                None => vacant = at,
+            }
+        }
+        self.make_block(vacant, due);
+    }
+
+    /// Puts a new block into the first place from `at` on that has none.
+    fn make_block(&self, mut at: usize, due: Millis) {
+        // First: a lane that has a block, if only for a moment, is not idle.
+        self.count.fetch_add(1, Ordering::Relaxed);
+        let block = Box::into_raw(Block::new(due)).expose_provenance() as u64;
+        loop {
+            let place = self.place(at).unwrap_or_else(|| self.put_up(at));
+            // Release: the block is whole.
+            if place.compare_exchange(0, block, Ordering::Release, Ordering::Relaxed).is_ok() {
+                break;
+            }
+            at += 1;
+        }
+        // Each block is a change, though the length may stay as it is: see `shorten`.
+        let longer =
+            |len: u64| Some((len | 0xffff_ffff) + 1 | u64::from(len as u32).max(at as u64 + 1));
+        let _ = self.len.fetch_update(Ordering::AcqRel, Ordering::Relaxed, longer);
+        self.current.store(at as u64, Ordering::Relaxed);
+    }
+
+    /// Puts up the shelf of the place `at`, unless another thread has.
+    fn put_up(&self, at: usize) -> &AtomicU64 {
+        let (shelf, index) = Self::shelf(at);
+        let len = FIRST << shelf;
+        let places: Box<[AtomicU64]> = (0..len).map(|_| AtomicU64::new(0)).collect();
+        let places = Box::into_raw(places).cast::<AtomicU64>();
+        let address = places.expose_provenance() as u64;
+        // Below the number of shelves: see there.
+        let there = &self.shelves[shelf];
+        let places = match there.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => places.cast_const(),
+            Err(other) => {
+                // SAFETY: made above, and nobody knows of it.
+                drop(unsafe { Self::take_down(address, shelf) });
+                std::ptr::with_exposed_provenance(other as usize)
+            }
+        };
+        // SAFETY: as in `place`.
+        unsafe { &*places.add(index) }
+    }
+
+    /// # Safety
+    ///
+    /// `address` is that of a shelf with this number, and nobody uses it any more.
+    unsafe fn take_down(address: u64, shelf: usize) -> Box<[AtomicU64]> {
+        let places = std::ptr::with_exposed_provenance_mut::<AtomicU64>(address as usize);
+        // SAFETY: `put_up` made it so.
+        unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(places, FIRST << shelf)) }
+    }
+
     /// The state of the cell that `bits` names, if it is one of this lane's and still that of the
-    /// claim with this token. Needs no guard.
-    pub(crate) fn word_of(&self, bits: u64, token: u64) -> Option<Word> {
+    /// claim with this token.
+    pub(crate) fn word_of(&self, bits: u64, token: u64, guard: &Guard<'_>) -> Option<Word> {
         let address = (bits as usize) << 4;
-        let blocks = self.blocks.lock();
-        let block = blocks.iter().find(|block| {
+        let (_, block) = self.blocks(guard).find(|(_, block)| {
             let cells = block.cells.as_ptr_range();
             (cells.start.addr()..cells.end.addr()).contains(&address)
         })?;
@@ -359,7 +535,7 @@ impl Cells {
 
     /// Gives a cell back whose word has appointed the caller, and that no slot names (invariant 2).
     pub(crate) fn retire(cell: &Cell, guard: &Guard<'_>) {
-        // SAFETY: a taken cell keeps its block.
+        // SAFETY: a taken cell keeps its block, and afterwards the guard does.
         let block = unsafe { &*cell.block() };
         let bit = 1 << cell.number;
         if cell.word().is_ghost() {
@@ -368,23 +544,16 @@ impl Cells {
             // than this, and the cell waits for it.
             cell.state.store(Word::BLANK.bits(), Ordering::Release);
         }
-        // AcqRel, partner of the swap in `flush`: who flushes has what this thread did.
+        // AcqRel, partner of the swap in `seal`: who seals has what this thread did.
         let before = block.retired.fetch_or(bit, Ordering::AcqRel);
         if (before | bit).count_ones() >= BATCH {
-            // SAFETY: `cell.block()` is what `Arc::as_ptr` gave, and the block is not all free, so
-            // its `Arc` in `blocks` is there.
-            let block = unsafe {
-                let block = std::ptr::from_ref(block);
-                Arc::increment_strong_count(block);
-                Arc::from_raw(block)
-            };
-            flush(block, guard);
+            block.seal(guard);
         }
     }
 
     /// Calls `look` for each taken cell of at most `budget` blocks that have a deadline at or
-    /// before `now`, gives retired cells back, and frees blocks that are not needed. `look` answers
-    /// with the cell's next deadline, `none_before` bounds those of cells it does not see.
+    /// before `now`, and seals retired cells. `look` answers with the cell's next deadline,
+    /// `none_before` bounds those of cells it does not see.
     ///
     /// Only one thread at a time. Answers with the next deadline, and whether more is due.
     pub(crate) fn sweep(
@@ -395,12 +564,10 @@ impl Cells {
         guard: &Guard<'_>,
         mut look: impl FnMut(&Cell) -> Option<Millis>,
     ) -> (Option<Millis>, bool) {
-        let blocks: Vec<Arc<Block>> = self.blocks.lock().clone();
         let mut next: Option<Millis> = None;
         let mut left = budget;
-        for block in &blocks {
-            let free = block.free.load(Ordering::Relaxed);
-            if free & ALL == ALL {
+        for (_, block) in self.blocks(guard) {
+            if block.is_unused() {
                 continue;
             }
             if block.due.load(Ordering::Relaxed) <= now.0 {
@@ -408,6 +575,7 @@ impl Cells {
                     return (Some(now), true);
                 }
                 left -= 1;
+                let free = block.free.load(Ordering::Relaxed);
                 let mut due = none_before;
                 for cell in block.cells.iter().filter(|cell| free >> cell.number & 1 == 0) {
                     if let Some(at) = look(cell) {
@@ -416,9 +584,7 @@ impl Cells {
                 }
                 block.due.store(due.0, Ordering::Relaxed);
             }
-            if block.retired.load(Ordering::Relaxed) != 0 {
-                flush(Arc::clone(block), guard);
-            }
+            block.seal(guard);
             let due = Millis(block.due.load(Ordering::Relaxed));
             next = Some(next.map_or(due, |next| next.min(due)));
         }
@@ -427,75 +593,86 @@ impl Cells {
 
     /// Whether there is nothing to look at and nothing to free.
     pub(crate) fn is_idle(&self) -> bool {
-        self.blocks.lock().is_empty()
+        // A change, so that it reads the latest.
+        self.count.fetch_add(0, Ordering::AcqRel) == 0
     }
 
-    /// Frees blocks without a taken cell: all of them, or at most every other one and not the first
-    /// few that are to stay, so that what comes and goes is not given away each time.
+    /// Gives sealed cells back, and frees blocks without a taken cell: all of them, or at most every
+    /// other one and not the first few that are to stay, so that what comes and goes is not given
+    /// away each time. Only one thread at a time.
     pub(crate) fn free_blocks(&self, mut stay: usize, guard: &Guard<'_>) {
-        let mut freed = Vec::new();
-        let mut blocks = self.blocks.lock();
-        let is_unused = |block: &&Arc<Block>| block.free.load(Ordering::Relaxed) & ALL == ALL;
-        if stay > 0 {
-            stay = stay.max(blocks.iter().filter(is_unused).count() / 2);
+        let mut unused = 0;
+        for (_, block) in self.blocks(guard) {
+            block.refill(guard);
+            unused += usize::from(block.is_unused());
         }
-        let mut index = blocks.len();
-        while index > 0 {
-            index -= 1;
-            let block = &blocks[index];
-            if stay > 0 && is_unused(&block) {
+        if stay > 0 {
+            stay = stay.max(unused / 2);
+        }
+        for (at, block) in self.blocks(guard) {
+            if !block.is_unused() {
+                continue;
+            }
+            if stay > 0 {
                 stay -= 1;
                 continue;
             }
-            // Acquire, partner of the Release in `give_back`; invariant 3.
+            // Acquire, partner of the Release in `refill`; invariant 3.
             let taken = block.free.compare_exchange(ALL, 0, Ordering::Acquire, Ordering::Relaxed);
-            if taken.is_ok() {
-                let address = Arc::as_ptr(block).expose_provenance() as u64;
-                if self.current.load(Ordering::Relaxed) == address {
-                    self.current.store(0, Ordering::Release);
-                }
-                freed.push(blocks.swap_remove(index));
+            if taken.is_err() {
+                continue;
+            }
+            if let Some(place) = self.place(at) {
+                place.store(0, Ordering::Release);
+            }
+            // The next look begins with those that have stayed.
+            self.cursor.store(0, Ordering::Relaxed);
+            let block = std::ptr::from_ref(block).expose_provenance() as u64;
+            // SAFETY: no place leads to it any more, and it has no cell.
+            unsafe { guard.defer(drop_block, block, 0) }
+            // Last: it counts until it is among what waits to be freed.
+            self.count.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.shorten();
+    }
+
+    /// Nobody has to look at places behind the last block.
+    fn shorten(&self) {
+        let len = self.len.load(Ordering::Acquire);
+        let is_vacant =
+            |at: &usize| self.place(*at).is_none_or(|place| place.load(Ordering::Relaxed) == 0);
+        let vacant = (0..len as u32 as usize).rev().take_while(is_vacant).count() as u64;
+        // A block that was put there meanwhile was not seen perhaps: then the length has changed, or
+        // it will be and is raised again.
+        let _ = self.len.compare_exchange(len, len - vacant, Ordering::AcqRel, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Cells {
+    fn drop(&mut self) {
+        for place in (0..self.len()).filter_map(|at| self.place(at)) {
+            let block = place.load(Ordering::Acquire) as usize;
+            if block != 0 {
+                // SAFETY: from `make_block`, and nobody has it.
+                drop(unsafe {
+                    Box::from_raw(std::ptr::with_exposed_provenance_mut::<Block>(block))
+                });
             }
         }
-        if !freed.is_empty() {
-            blocks.shrink_to_fit();
-        }
-        drop(blocks);
-        if !freed.is_empty() {
-            for block in freed {
-                let block = Arc::into_raw(block).expose_provenance() as u64;
-                // SAFETY: neither `current` nor the list leads to it any more, and it has no cell.
-                unsafe { guard.defer(drop_block, block, 0) }
+        for (number, shelf) in self.shelves.iter().enumerate() {
+            let address = shelf.load(Ordering::Acquire);
+            if address != 0 {
+                // SAFETY: from `put_up`, and nobody uses it.
+                drop(unsafe { Self::take_down(address, number) });
             }
         }
     }
 }
 
-/// Hands the retired cells of a block to the reclaimer.
-fn flush(block: Arc<Block>, guard: &Guard<'_>) {
-    // AcqRel: takes over what the retiring threads did.
-    let cells = block.retired.swap(0, Ordering::AcqRel);
-    if cells != 0 {
-        let block = Arc::into_raw(block).expose_provenance() as u64;
-        // SAFETY: no slot names these cells (invariant 2). The block is kept by its count.
-        unsafe { guard.defer(give_back, block, cells) }
-    }
-}
-
 /// # Safety
 ///
-/// `block` is what `Arc::into_raw` gave, and nobody sees `cells` any more.
-unsafe fn give_back(block: u64, cells: u64) {
-    // SAFETY: see above.
-    let block =
-        unsafe { Arc::from_raw(std::ptr::with_exposed_provenance::<Block>(block as usize)) };
-    block.give_back(cells);
-}
-
-/// # Safety
-///
-/// `block` is what `Arc::into_raw` gave.
+/// `block` is what `Box::into_raw` gave, and nobody has it.
 unsafe fn drop_block(block: u64, _: u64) {
     // SAFETY: see above.
-    drop(unsafe { Arc::from_raw(std::ptr::with_exposed_provenance::<Block>(block as usize)) });
+    drop(unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Block>(block as usize)) });
 }
