@@ -19,7 +19,7 @@ use crate::{
     engine::{Answer, Asked, Hold, Met, Running},
     error::ClaimError,
     fingerprint::{Fingerprint, Scheme},
-    identity::Frame,
+    identity::{Frame, Identity},
     outcome::Outcome,
     permit::Permit,
     sync::{Arc, AtomicBool, Ordering},
@@ -190,8 +190,9 @@ impl Pending {
             Some(_) => return Err(Settled::NotKept),
             None => {}
         }
-        let hash = engine.hash(&self.frame);
-        let met = engine.claim(lane, hash, &self.frame, &mut asked, true);
+        let hash = engine.hash(&Identity::from_frame(&self.frame));
+        let guard = engine.approach(hash);
+        let met = engine.claim(lane, hash, &self.frame, &mut asked, true, &guard);
         Err(match met.map_err(Settled::Refused)? {
             Met::Seated(ticket) => return Ok(ticket),
             Met::Won(owned, number) => {
@@ -351,10 +352,11 @@ impl Wake for Parker {
 }
 
 /// What `met` means for the caller of a claim.
+#[inline]
 pub(crate) fn answer(
     hold: &Arc<Hold>,
     met: Met,
-    frame: Frame,
+    frame: &Frame,
     fingerprint: Fingerprint,
     other: Option<Fingerprint>,
 ) -> Claim {
@@ -363,7 +365,8 @@ pub(crate) fn answer(
         Met::Replay(answer) => Claim::Replay(Replay { answer }),
         Met::NotKept => Claim::NotKept,
         Met::InFlight(seen) => {
-            Claim::InFlight(Pending { hold: Arc::clone(hold), frame, fingerprint, other, seen })
+            let (hold, frame) = (Arc::clone(hold), frame.clone());
+            Claim::InFlight(Pending { hold, frame, fingerprint, other, seen })
         }
         Met::Mismatch => Claim::Mismatch,
         // A claim without a seat is never told of one.

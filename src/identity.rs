@@ -90,8 +90,7 @@ impl<'a> Identity<'a> {
     pub(crate) fn frame(&self) -> Frame {
         // Within their types: `new` has measured the parts, `from_frame` has read them from these.
         let [high, low] = (self.endpoint.len() as u16).to_be_bytes();
-        let head = [self.account.len() as u8, high, low];
-        Frame::of([&head, self.account, self.endpoint, self.key])
+        Frame::of([self.account.len() as u8, high, low], [self.account, self.endpoint, self.key])
     }
 
     /// The identity in `frame`, which [`frame`](Self::frame) has made.
@@ -139,17 +138,18 @@ impl Frame {
     /// No identity: the place of one.
     pub(crate) const NONE: Self = Self(Bytes::Short { len: 0, bytes: [0; SHORT] });
 
-    fn of(parts: [&[u8]; 4]) -> Self {
-        let len: usize = parts.iter().map(|part| part.len()).sum();
-        if len > SHORT {
-            return Self(Bytes::Long(parts.concat().into()));
-        }
+    #[inline]
+    fn of(head: [u8; HEAD], parts: [&[u8]; 3]) -> Self {
+        let len = parts.iter().fold(HEAD, |len, part| len + part.len());
         let mut bytes = [0; SHORT];
-        let mut room = &mut bytes[..];
+        bytes[..HEAD].copy_from_slice(&head);
+        let mut at = HEAD;
         for part in parts {
-            let (place, rest) = room.split_at_mut(part.len().min(room.len()));
-            place.copy_from_slice(&part[..place.len()]);
-            room = rest;
+            match bytes.get_mut(at..at + part.len()) {
+                Some(place) => place.copy_from_slice(part),
+                None => return Self(Bytes::Long([&head[..], &parts.concat()].concat().into())),
+            }
+            at += part.len();
         }
         Self(Bytes::Short { len: len as u8, bytes })
     }

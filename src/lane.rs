@@ -4,6 +4,8 @@
 //! processor that it runs on, so that of many threads those that run have different ones. A claim
 //! keeps to one lane from winning to its end, so that what it added there it also takes away there.
 
+use std::cell::Cell;
+
 use crate::{
     reclaim::Guard,
     record::Cells,
@@ -65,9 +67,31 @@ pub(crate) fn lanes() -> usize {
 }
 
 /// A number for the place where this thread runs: threads that run at the same time rarely have the
-/// same.
+/// same. It may be a little old: a thread that was moved to another processor is none the worse off
+/// for some calls.
+#[inline]
 pub(crate) fn here() -> usize {
-    // A nanosecond or two where the C library keeps the number at hand, as glibc does since 2.35.
+    /// So many calls are answered alike.
+    const CALLS: u32 = 256;
+    thread_local! {
+        static LAST: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
+    }
+    let here = LAST.try_with(|last| {
+        let (here, left) = last.get();
+        if let Some(left) = left.checked_sub(1) {
+            last.set((here, left));
+            return here as usize;
+        }
+        let here = processor();
+        last.set((here as u32, CALLS));
+        here
+    });
+    here.unwrap_or_default()
+}
+
+#[cold]
+fn processor() -> usize {
+    // A few nanoseconds where the C library keeps the number at hand, as glibc does since 2.35.
     #[cfg(all(target_os = "linux", not(oncekey_loom)))]
     if let Ok(processor) = nix::sched::sched_getcpu() {
         return processor;

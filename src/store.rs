@@ -17,7 +17,7 @@ use crate::{
     error::{Busy, ClaimError, ConfigError, ResolveError},
     expire::{self, Sweeper},
     fingerprint::{Fingerprint, Scheme},
-    identity::{self, Frame, Identity},
+    identity::{self, Identity},
     lane,
     outcome::Outcome,
     permit::Token,
@@ -369,9 +369,7 @@ impl Store {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Result<Claim, ClaimError> {
-        let frame = id.frame();
-        let hash = self.engine().hash(&frame);
-        self.claim_hashed(hash, frame, fingerprint, &mut translate)
+        self.claim_hashed(self.engine().hash(id), id, fingerprint, &mut translate)
     }
 
     /// Tells what is there and claims nothing; `None` if [`Store::claim`] would win.
@@ -386,16 +384,14 @@ impl Store {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Option<Claim> {
-        let frame = id.frame();
-        let hash = self.engine().hash(&frame);
-        self.observe_hashed(hash, frame, fingerprint, &mut translate)
+        self.observe_hashed(self.engine().hash(id), id, fingerprint, &mut translate)
     }
 
     /// Asks for the memory that a claim of `id` will read, and does not wait for it. Worth its few
     /// nanoseconds if something is done before the claim, such as hashing the body.
     pub fn prefetch(&self, id: &Identity<'_>) {
         let engine = self.engine();
-        engine.prefetch(engine.hash(&id.frame()));
+        drop(engine.approach(engine.hash(id)));
     }
 
     /// As [`Store::claim`] for each of `attempts`, in order. Faster for many: the waits for memory
@@ -405,7 +401,7 @@ impl Store {
         attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
     ) -> Vec<Result<Claim, ClaimError>> {
         let attempts = self.fetched(attempts);
-        let claim = |(hash, frame, fp)| self.claim_hashed(hash, frame, fp, &mut |_| None);
+        let claim = |(hash, id, fp)| self.claim_hashed(hash, &id, fp, &mut |_| None);
         attempts.into_iter().map(claim).collect()
     }
 
@@ -416,7 +412,7 @@ impl Store {
         attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
     ) -> Vec<Option<Claim>> {
         let attempts = self.fetched(attempts);
-        let observe = |(hash, frame, fp)| self.observe_hashed(hash, frame, fp, &mut |_| None);
+        let observe = |(hash, id, fp)| self.observe_hashed(hash, &id, fp, &mut |_| None);
         attempts.into_iter().map(observe).collect()
     }
 
@@ -424,13 +420,12 @@ impl Store {
     fn fetched<'a>(
         &self,
         attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
-    ) -> Vec<(u64, Frame, Fingerprint)> {
+    ) -> Vec<(u64, Identity<'a>, Fingerprint)> {
         let engine = self.engine();
         let bucket = |(id, fingerprint): (Identity<'a>, Fingerprint)| {
-            let frame = id.frame();
-            let hash = engine.hash(&frame);
-            engine.prefetch(hash);
-            (hash, frame, fingerprint)
+            let hash = engine.hash(&id);
+            drop(engine.approach(hash));
+            (hash, id, fingerprint)
         };
         let attempts: Vec<_> = attempts.into_iter().map(bucket).collect();
         attempts.iter().for_each(|(hash, ..)| engine.prefetch_target(*hash));
@@ -440,29 +435,36 @@ impl Store {
     fn claim_hashed(
         &self,
         hash: u64,
-        frame: Frame,
+        id: &Identity<'_>,
         fingerprint: Fingerprint,
         translate: &mut dyn FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Result<Claim, ClaimError> {
         let hold = self.hold();
+        let engine = hold.engine();
+        let guard = engine.approach(hash);
+        // While the memory comes.
+        let frame = id.frame();
         let mut asked = Asked::new(fingerprint, translate);
-        let met = hold.engine().claim(hold.lane(), hash, &frame, &mut asked, false)?;
+        let met = engine.claim(hold.lane(), hash, &frame, &mut asked, false, &guard)?;
         let other = asked.other();
-        Ok(claim::answer(hold, met, frame, fingerprint, other))
+        Ok(claim::answer(hold, met, &frame, fingerprint, other))
     }
 
     fn observe_hashed(
         &self,
         hash: u64,
-        frame: Frame,
+        id: &Identity<'_>,
         fingerprint: Fingerprint,
         translate: &mut dyn FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Option<Claim> {
         let hold = self.hold();
+        let engine = hold.engine();
+        let guard = engine.approach(hash);
+        let frame = id.frame();
         let mut asked = Asked::new(fingerprint, translate);
-        let met = hold.engine().observe(hold.lane(), hash, &frame, &mut asked)?;
+        let met = engine.observe(hold.lane(), hash, &frame, &mut asked, &guard)?;
         let other = asked.other();
-        Some(claim::answer(hold, met, frame, fingerprint, other))
+        Some(claim::answer(hold, met, &frame, fingerprint, other))
     }
 
     /// The present thread's hold.

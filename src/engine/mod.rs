@@ -256,6 +256,7 @@ impl Engine {
         }
     }
 
+    #[inline]
     pub(crate) fn now(&self) -> Millis {
         let read = Millis::at(self.clock.now().saturating_sub(self.origin));
         let latest = Millis(self.latest.load(Ordering::Relaxed));
@@ -289,19 +290,24 @@ impl Engine {
         self.domain.pin(lane::here())
     }
 
-    pub(crate) fn hash(&self, frame: &Frame) -> u64 {
-        self.index.hash(frame)
+    #[inline]
+    pub(crate) fn hash(&self, id: &Identity<'_>) -> u64 {
+        self.index.hash(id)
+    }
+
+    /// As [`Engine::pin`], and asks for the memory that a look-up of `hash` will read first: the
+    /// earlier the better.
+    #[inline]
+    pub(crate) fn approach(&self, hash: u64) -> Guard<'_> {
+        let guard = self.pin();
+        self.index.prefetch(hash, &guard);
+        guard
     }
 
     /// How many slots a look-up of what is there looks at.
     #[cfg(test)]
     pub(crate) fn probes(&self, frame: &Frame) -> usize {
-        self.index.probes(self.hash(frame), frame, &self.slabs, &self.pin())
-    }
-
-    /// Asks for the memory that a claim of `hash` will read first.
-    pub(crate) fn prefetch(&self, hash: u64) {
-        self.index.prefetch(hash, &self.pin());
+        self.index.probes(self.hash(&Identity::from_frame(frame)), frame, &self.slabs, &self.pin())
     }
 
     /// Asks for the memory that a claim of `hash` will read next.
@@ -311,6 +317,7 @@ impl Engine {
 
     /// Makes the caller the owner of the identity in `frame`, or tells what is there. With
     /// `seated`, a caller that meets a running owner takes a seat among its waiters.
+    #[inline]
     pub(crate) fn claim(
         &self,
         lane: &Lane,
@@ -318,12 +325,10 @@ impl Engine {
         frame: &Frame,
         asked: &mut Asked<'_>,
         seated: bool,
+        guard: &Guard<'_>,
     ) -> Result<Met, ClaimError> {
-        let guard = self.pin();
-        // The time is read while the memory comes.
-        self.index.prefetch(hash, &guard);
         let now = self.now();
-        let met = self.claim_at(lane, hash, frame, asked, now, seated, &guard);
+        let met = self.claim_at(lane, hash, frame, asked, now, seated, guard);
         match &met {
             Ok(Met::Won(..)) => lane.counters.won.up(),
             Ok(met) => Self::count(lane, met),
@@ -341,13 +346,13 @@ impl Engine {
         hash: u64,
         frame: &Frame,
         asked: &mut Asked<'_>,
+        guard: &Guard<'_>,
     ) -> Option<Met> {
-        let guard = self.pin();
         let now = self.now();
         let mut before = What::Absent;
         let met = loop {
-            let what = self.index.find(hash, frame, For::Reading, &self.slabs, &guard).what;
-            match self.meet(lane, what, asked, now, &guard) {
+            let what = self.index.find(hash, frame, For::Reading, &self.slabs, guard).what;
+            match self.meet(lane, what, asked, now, guard) {
                 Meeting::Answer(met) => break met,
                 Meeting::InFlight(cell) => break Met::InFlight(Running::of(cell)),
                 // Invariant 4.
@@ -371,6 +376,7 @@ impl Engine {
         }
     }
 
+    #[inline]
     #[expect(clippy::too_many_arguments, reason = "they are the parts of an attempt")]
     fn claim_at(
         &self,
@@ -505,6 +511,7 @@ impl Engine {
 
     /// What is there answers. The mismatch test comes before the state test (R5); only what is over
     /// is not asked.
+    #[inline]
     fn meet<'g>(
         &'g self,
         lane: &Lane,
@@ -656,6 +663,7 @@ struct Fresh<'a> {
 impl Fresh<'_> {
     /// Counts the claim and takes room for it, unless that was done. If it is to take the place of
     /// another one (`succeeds`), it may go on without room of its own.
+    #[inline]
     fn enter(&mut self, now: Millis, succeeds: bool) -> Result<(), ClaimError> {
         let engine = self.engine;
         if !self.counted {
@@ -682,6 +690,7 @@ impl Fresh<'_> {
     }
 
     /// Puts the claim where `seen` was, with a token that is newer than that of whoever was there.
+    #[inline]
     fn put(
         &mut self,
         hash: u64,
@@ -737,6 +746,7 @@ impl Drop for Fresh<'_> {
 
 impl Engine {
     /// Takes room for a claim; what has ended already makes some, one bounded step of it.
+    #[inline]
     fn enter(&self, lane: &Lane, frame: &Frame, now: Millis) -> Result<(), ClaimError> {
         let bytes = self.room_of(frame);
         let account = Identity::from_frame(frame).account();

@@ -60,8 +60,8 @@ impl World {
         let mut translate = |_| None;
         let mut asked = Asked::new(own, &mut translate);
         let engine = &self.engine;
-        let hash = engine.hash(&frame);
-        match engine.claim(engine.lane(0), hash, &frame, &mut asked, seated) {
+        let hash = engine.hash(&Identity::from_frame(&frame));
+        match engine.claim(engine.lane(0), hash, &frame, &mut asked, seated, &engine.pin()) {
             Ok(met) => met,
             Err(error) => panic!("{error}"),
         }
@@ -83,7 +83,8 @@ impl World {
         let mut translate = |_| None;
         let mut asked = Asked::new(fingerprint(), &mut translate);
         let engine = &self.engine;
-        engine.observe(engine.lane(0), engine.hash(&frame), &frame, &mut asked)
+        let hash = engine.hash(&Identity::from_frame(&frame));
+        engine.observe(engine.lane(0), hash, &frame, &mut asked, &engine.pin())
     }
 
     fn complete(&self, owned: &Owned, body: &'static str) -> bool {
@@ -978,8 +979,8 @@ fn loom_drain_against_claims() {
             let mut translate = |_| None;
             let mut asked = Asked::new(fingerprint(), &mut translate);
             let engine = &world.engine;
-            let hash = engine.hash(&frame);
-            engine.claim(engine.lane(0), hash, &frame, &mut asked, false).is_ok()
+            let hash = engine.hash(&Identity::from_frame(&frame));
+            engine.claim(engine.lane(0), hash, &frame, &mut asked, false, &engine.pin()).is_ok()
         },
         |world, drained, won| {
             assert!(!(drained && won), "drained beside a claim");

@@ -47,7 +47,8 @@ struct Viewed<'g> {
 
 impl Engine {
     fn find<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> What<'g> {
-        self.index.find(self.hash(frame), frame, For::Reading, &self.slabs, guard).what
+        let hash = self.hash(&Identity::from_frame(frame));
+        self.index.find(hash, frame, For::Reading, &self.slabs, guard).what
     }
 
     /// The cell or the record of an identity and what it is; `Gone` if a caller would not see it.

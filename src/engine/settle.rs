@@ -58,6 +58,7 @@ impl Engine {
     /// Finishes a claim with an answer, or without one kept. An owner's answer that finds no room
     /// is not kept, because the work is done (R25); an operator can come back. Whatever comes of
     /// it, an owner's permit is used up.
+    #[inline]
     pub(crate) fn complete(
         &self,
         lane: &Lane,
@@ -409,6 +410,7 @@ impl Engine {
     /// Called by whoever moved a claim out of `from`. The last one wakes those who wait for the end
     /// of a drain: when the answer is dropped, because the caller may have locked the sweep, and
     /// has still to wake the waiters and to give the cell back should one of these panic.
+    #[inline]
     pub(super) fn landed(&self, lane: &Lane, from: Kind) -> Woken {
         if from != Kind::InFlight {
             return Woken::default();

@@ -38,9 +38,12 @@
 mod slot;
 mod table;
 
+use std::hash::{BuildHasher, Hasher};
+
 use crate::{
+    identity::Identity,
     reclaim::Guard,
-    record::{Cell, Pages, Place, Record, Slabs, word::Kind},
+    record::{Cell, Pages, Place, Record, Slabs, prefetch, word::Kind},
     sync::{Arc, AtomicU64, Ordering, Tally},
 };
 
@@ -112,12 +115,17 @@ impl Index {
         }
     }
 
-    pub(crate) fn hash(&self, frame: &[u8]) -> u64 {
+    #[inline]
+    pub(crate) fn hash(&self, id: &Identity<'_>) -> u64 {
         if cfg!(oncekey_loom) {
             // A model chooses where identities stand.
-            return u64::from(frame.last().copied().unwrap_or(0)) << 56;
+            return u64::from(id.key().last().copied().unwrap_or(0)) << 56;
         }
-        self.hasher.hash_one(frame)
+        let mut hasher = self.hasher.build_hasher();
+        // As in the frame: the lengths first, so that no parts run into each other.
+        hasher.write_u32((id.account().len() as u32) << 16 | id.endpoint().len() as u32);
+        [id.account(), id.endpoint(), id.key()].iter().for_each(|part| hasher.write(part));
+        hasher.finish()
     }
 
     fn shard(&self, hash: u64) -> &Shard {
@@ -165,7 +173,64 @@ impl Index {
     }
 
     /// Looks for an identity. If it is absent, the answer can be filled by a claim.
+    #[inline]
     pub(crate) fn find<'g>(
+        &'g self,
+        hash: u64,
+        frame: &[u8],
+        purpose: For,
+        slabs: &'g Slabs,
+        guard: &'g Guard<'g>,
+    ) -> Seen<'g> {
+        // The first steps of `find_on`, for what most look-ups find: a table that does not grow, and
+        // an answer in the head of its chain.
+        let path = hash << self.shard_bits;
+        let tag = Tag::of(path);
+        if let Some(table) = self.shard(hash).table(guard)
+            && (purpose == For::Reading || table.next(guard).is_none())
+        {
+            let head = table.bucket(path);
+            for slot in &head.slots {
+                let value = Value(slot.load(Ordering::Acquire));
+                if value.is_empty() {
+                    if value.is_frozen() {
+                        break;
+                    }
+                    return Seen { spot: Some(Spot { slot, value }), what: What::Absent };
+                }
+                if value.has(tag) {
+                    if head.is_done() {
+                        break;
+                    }
+                    match Self::follow(value, slabs, guard) {
+                        Some(what) if what.is_of(frame) => {
+                            return Seen { spot: Some(Spot { slot, value }), what };
+                        }
+                        Some(_) => {}
+                        None => break,
+                    }
+                }
+            }
+        }
+        self.find_on(hash, frame, purpose, slabs, guard)
+    }
+
+    /// What stands behind a slot's value, which has a tag; `None` if that is gone with its slab.
+    #[inline]
+    fn follow<'g>(value: Value, slabs: &'g Slabs, guard: &'g Guard<'g>) -> Option<What<'g>> {
+        match value.target() {
+            Target::Cell(bits) => {
+                // SAFETY: the slot was current when it was read (invariant 4), so the cell was not
+                // retired, and the guard was there.
+                Some(What::Cell(unsafe { Cell::from_bits(bits, guard) }))
+            }
+            Target::Record(place) => {
+                slabs.at(place, guard).map(|record| What::Record(place, record))
+            }
+        }
+    }
+
+    fn find_on<'g>(
         &'g self,
         hash: u64,
         frame: &[u8],
@@ -212,17 +277,7 @@ impl Index {
                             table = next;
                             continue 'table;
                         }
-                        let found = match value.target() {
-                            Target::Cell(bits) => {
-                                // SAFETY: the slot was current when it was read (invariant 4), so
-                                // the cell was not retired, and the guard was there.
-                                Some(What::Cell(unsafe { Cell::from_bits(bits, guard) }))
-                            }
-                            Target::Record(place) => {
-                                slabs.at(place, guard).map(|record| What::Record(place, record))
-                            }
-                        };
-                        match found {
+                        match Self::follow(value, slabs, guard) {
                             Some(what) if what.is_of(frame) => {
                                 let spot = Spot { slot, value };
                                 return Seen { spot: Some(spot), what };
@@ -316,6 +371,7 @@ impl Index {
     }
 
     /// Puts a cell where `seen` was. False if that has changed: look again.
+    #[inline]
     pub(crate) fn put(
         &self,
         seen: &Seen<'_>,
@@ -344,6 +400,7 @@ impl Index {
 
     /// Puts a record where the cell stands; without a record, a tombstone. True if it stood there:
     /// afterwards no slot names the cell.
+    #[inline]
     pub(crate) fn swing(
         &self,
         cell: &Cell,
@@ -415,7 +472,7 @@ impl Index {
         slabs: &Slabs,
         guard: &Guard<'_>,
     ) -> bool {
-        let hash = self.hash(frame);
+        let hash = self.hash(&Identity::from_frame(frame));
         let tag = Tag::of(hash << self.shard_bits);
         let (old, new) = (Value::record(tag, from), Value::record(tag, to));
         self.exchange(hash, old, new, slabs, guard)
@@ -565,6 +622,7 @@ impl What<'_> {
         }
     }
 
+    #[inline]
     fn is_of(&self, frame: &[u8]) -> bool {
         match self {
             Self::Absent => false,
@@ -584,6 +642,7 @@ impl What<'_> {
 }
 
 impl Shard {
+    #[inline]
     fn table<'g>(&'g self, _guard: &'g Guard<'_>) -> Option<&'g Table> {
         // Acquire, partner of the CAS that put it there.
         let root = self.root.load(Ordering::Acquire) as usize;
@@ -623,15 +682,6 @@ fn cas(slot: &AtomicU64, old: Value, new: Value) -> Result<(), Value> {
 
 /// The first `bits` bits.
 const fn top(hash: u64, bits: u32) -> u64 {
-    if bits == 0 { 0 } else { hash >> (64 - bits) }
-}
-
-fn prefetch<T>(at: *const T) {
-    #[cfg(all(target_arch = "x86_64", not(oncekey_loom)))]
-    // SAFETY: a hint to the processor, for any address.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
-    }
-    #[cfg(not(all(target_arch = "x86_64", not(oncekey_loom))))]
-    let _ = at;
+    // Only models have tables and shards of one.
+    if cfg!(oncekey_loom) && bits == 0 { 0 } else { hash >> (64 - bits) }
 }

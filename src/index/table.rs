@@ -23,7 +23,7 @@ use std::ops::Deref;
 
 use crate::{
     reclaim::Guard,
-    record::{Cell, Cells, Pages, Slabs},
+    record::{Cell, Cells, Pages, Slabs, prefetch},
     sync::{Arc, AtomicU64, AtomicUsize, Ordering},
 };
 
@@ -250,6 +250,12 @@ impl Shard {
             let turn = table.cursor.fetch_add(1, Ordering::Relaxed);
             let groups = table.buckets.len() >> group;
             self.help_group(table, next, turn % groups, slabs, guard);
+        }
+        if next.bits > table.bits {
+            // For the next one who comes by.
+            let from = table.cursor.load(Ordering::Relaxed);
+            table.buckets.iter().skip(from).take(2).for_each(|bucket| prefetch(bucket));
+            next.buckets.iter().skip(from * 2).take(4).for_each(|bucket| prefetch(bucket));
         }
     }
 

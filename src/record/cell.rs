@@ -465,8 +465,10 @@ impl Cells {
             at += 1;
         }
         // Each block is a change, though the length may stay as it is: see `shorten`.
-        let longer =
-            |len: u64| Some((len | 0xffff_ffff) + 1 | u64::from(len as u32).max(at as u64 + 1));
+        let longer = |len: u64| {
+            let (changes, len) = (len >> 32, u64::from(len as u32));
+            Some(changes.wrapping_add(1) << 32 | len.max(at as u64 + 1))
+        };
         let _ = self.len.fetch_update(Ordering::AcqRel, Ordering::Relaxed, longer);
         self.current.store(at as u64, Ordering::Relaxed);
     }

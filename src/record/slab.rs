@@ -46,7 +46,7 @@ use crate::{
     sync::{Arc, AtomicU64, Mutex, Ordering, Tally, UnsafeCell},
 };
 
-use super::Pages;
+use super::{Pages, prefetch};
 
 const GENERATION_BITS: u32 = 12;
 const GENERATION: u64 = (1 << GENERATION_BITS) - 1;
@@ -622,6 +622,9 @@ impl Slabs {
         });
         // Release, partner of `state`: the sweep finds records without an index.
         record.state.store(units << KIND_BITS | kind, Ordering::Release);
+        // For the next one, which is likely as long.
+        let next = std::ptr::from_ref(record).wrapping_byte_add(bytes);
+        (0..bytes.min(4 * LINE)).step_by(LINE).for_each(|at| prefetch(next.wrapping_byte_add(at)));
         Some((Place::new(slab.number, offset), record))
     }
 

@@ -140,14 +140,20 @@ impl Woken {
     }
 
     /// These and those.
+    #[inline]
     pub(crate) fn join(&mut self, mut others: Self) {
-        self.0.append(&mut others.0);
+        if !others.0.is_empty() {
+            self.0.append(&mut others.0);
+        }
     }
 }
 
 impl Drop for Woken {
+    #[inline]
     fn drop(&mut self) {
-        call_all(self.0.drain(..));
+        if !self.0.is_empty() {
+            call_all(self.0.drain(..));
+        }
     }
 }
 
