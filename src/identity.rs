@@ -141,7 +141,9 @@ impl Frame {
     #[inline]
     fn of(head: [u8; HEAD], parts: [&[u8]; 3]) -> Self {
         let len = parts.iter().fold(HEAD, |len, part| len + part.len());
-        let mut bytes = [0; SHORT];
+        let mut frame = Self(Bytes::Short { len: len as u8, bytes: [0; SHORT] });
+        let Bytes::Short { bytes, .. } = &mut frame.0 else { return frame };
+        // Written where it stays: to read it again at once, for a move, would wait for it.
         bytes[..HEAD].copy_from_slice(&head);
         let mut at = HEAD;
         for part in parts {
@@ -151,7 +153,19 @@ impl Frame {
             }
             at += part.len();
         }
-        Self(Bytes::Short { len: len as u8, bytes })
+        frame
+    }
+
+    /// As an assignment of a clone, which would be made somewhere else first.
+    #[inline]
+    pub(crate) fn copy_from(&mut self, other: &Self) {
+        match (&mut self.0, &other.0) {
+            (Bytes::Short { len, bytes }, Bytes::Short { len: theirs, bytes: from }) => {
+                *len = *theirs;
+                *bytes = *from;
+            }
+            _ => *self = other.clone(),
+        }
     }
 }
 

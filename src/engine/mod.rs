@@ -299,9 +299,8 @@ impl Engine {
     /// earlier the better.
     #[inline]
     pub(crate) fn approach(&self, hash: u64) -> Guard<'_> {
-        let guard = self.pin();
-        self.index.prefetch(hash, &guard);
-        guard
+        self.index.prefetch(hash);
+        self.pin()
     }
 
     /// How many slots a look-up of what is there looks at.

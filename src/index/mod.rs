@@ -74,6 +74,9 @@ pub(crate) struct Index {
 struct Shard {
     /// The address of the table in use; zero until the first claim.
     root: AtomicU64,
+    /// Where its buckets lie, and in the lowest bits [`Table::bits`]: to ask for one without a look
+    /// at the table. Perhaps that of another table, which does no harm.
+    buckets: Tally,
     /// Where its tables lie.
     pages: Arc<Pages>,
 }
@@ -106,7 +109,8 @@ impl Index {
         // Shards of at most 128 Ki keys, so that no table is so large that making one is felt.
         let wanted = (max_keys >> 17).max(1).next_power_of_two().ilog2();
         let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(4, 10) };
-        let shard = || Shard { root: AtomicU64::new(0), pages: Arc::clone(pages) };
+        let shard =
+            || Shard { root: AtomicU64::new(0), buckets: Tally::new(0), pages: Arc::clone(pages) };
         Self {
             hasher: ahash::RandomState::new(),
             shards: (0..1_usize << shard_bits).map(|_| shard()).collect(),
@@ -140,10 +144,13 @@ impl Index {
     }
 
     /// Asks for the memory that a look-up of `hash` will read first.
-    pub(crate) fn prefetch(&self, hash: u64, guard: &Guard<'_>) {
-        if let Some(table) = self.shard(hash).table(guard) {
-            prefetch(std::ptr::from_ref(table.bucket(hash << self.shard_bits)));
-        }
+    #[inline]
+    pub(crate) fn prefetch(&self, hash: u64) {
+        let buckets = self.shard(hash).buckets.load(Ordering::Relaxed);
+        let bits = buckets as u32 % table::BUCKET as u32;
+        let number = top(hash << self.shard_bits, bits.max(1)) as usize;
+        let first = std::ptr::without_provenance::<u8>((buckets - u64::from(bits)) as usize);
+        prefetch(first.wrapping_byte_add(number * table::BUCKET));
     }
 
     /// Asks for the memory of what a look-up of `hash` will compare.

@@ -36,6 +36,9 @@ use super::{
 /// Slots of a bucket: with the link, one line of the cache.
 const SLOTS: usize = if cfg!(oncekey_loom) { 2 } else { 7 };
 
+/// Its length in bytes.
+pub(super) const BUCKET: usize = size_of::<Bucket>();
+
 /// Bits of the smallest table.
 pub(super) const FEWEST: u32 = if cfg!(oncekey_loom) { 0 } else { 2 };
 
@@ -53,6 +56,8 @@ pub(super) const SAMPLE: usize = 64;
 
 /// A table shrinks to a quarter at most: so many buckets move at a time.
 const SHRINK: u32 = 2;
+
+const _: () = assert!(cfg!(oncekey_loom) || (MOST as usize) < BUCKET && BUCKET == 64);
 
 const DONE: u64 = 1;
 const FROZEN: u64 = 2;
@@ -209,8 +214,15 @@ impl Shard {
             {
                 // SAFETY: nobody has seen it.
                 drop(unsafe { Box::from_raw(new) });
+            } else if let Some(table) = self.table(guard) {
+                self.name_buckets(table);
             }
         }
+    }
+
+    fn name_buckets(&self, table: &Table) {
+        let first = table.buckets.as_ptr().addr() as u64;
+        self.buckets.store(first | u64::from(table.bits), Ordering::Relaxed);
     }
 
     /// Puts a new table beside `table`, of a size that fits what lives, unless there is one or
@@ -309,6 +321,7 @@ impl Shard {
             let new = new.expose_provenance() as u64;
             let moved = self.root.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
             if moved.is_ok() {
+                self.name_buckets(next);
                 // SAFETY: the root has left the table, and nothing else leads to it. It came from a
                 // box.
                 unsafe {

@@ -406,7 +406,9 @@ impl Cells {
         let cell = self.take(due, guard);
         // SAFETY: the cell was free and is taken by this thread (invariant 1).
         cell.body.with_mut(|body| unsafe {
-            *body = Body { hash, fingerprint, frame: frame.clone() };
+            (*body).hash = hash;
+            (*body).fingerprint = fingerprint;
+            (*body).frame.copy_from(frame);
         });
         cell.claimed.store(now.0, Ordering::Relaxed);
         // Release, partner of `word` in the sweep, which finds cells without an index.
