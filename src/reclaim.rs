@@ -412,6 +412,17 @@ mod models {
         model(&[cut, look]);
     }
 
+    /// Who has marked what is to be freed may have failed to move the epoch on.
+    #[test]
+    fn loom_reclaim_with_another_against_a_look() {
+        fn turn(world: &World) {
+            world.domain.turn_over();
+        }
+        model(&[look, cut, turn]);
+        model(&[turn, look, cut]);
+        model(&[cut, turn, look]);
+    }
+
     #[test]
     fn loom_reclaim_against_two_looks() {
         fn twice(world: &World) {
