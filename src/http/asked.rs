@@ -5,10 +5,19 @@ use std::{sync::Arc, time::Duration};
 use http::{Method, Response, Version, request::Parts};
 
 use super::{
-    attempt::Caller, body::ResponseBody, endpoint, fingerprinting::Fingerprinting,
-    intake::Received, layer::Config, policy::Policy, prefer, problem::Problem, reply,
+    attempt::Caller,
+    body::ResponseBody,
+    endpoint,
+    fingerprinting::Fingerprinting,
+    intake::Received,
+    layer::{Config, Over},
+    policy::Policy,
+    prefer,
+    problem::Problem,
+    reply,
+    watch::{Ending, Watch},
 };
-use crate::{Claim, ClaimError, Fingerprint, Outcome, Scheme};
+use crate::{Claim, ClaimError, Fingerprint, Outcome, Replay, Scheme};
 
 /// What is known of a request from its head, captured before anything ran (R12).
 pub(crate) struct Asked {
@@ -17,6 +26,9 @@ pub(crate) struct Asked {
     pub(crate) caller: Arc<Caller>,
     /// How long this client waits for the owner (R13).
     pub(crate) wait_limit: Duration,
+    pub(crate) watch: Watch,
+    /// For the veto, if there is one.
+    parts: Option<Box<Parts>>,
     method: Method,
     version: Version,
 }
@@ -33,7 +45,8 @@ impl Asked {
             None => policy.wait_limit,
         };
         let (method, version) = (parts.method.clone(), parts.version);
-        Self { config, policy, caller, wait_limit, method, version }
+        let (watch, parts) = (Watch::new(&caller), policy.veto.keeps(parts));
+        Self { config, policy, caller, wait_limit, watch, parts, method, version }
     }
 
     /// The fingerprint by the scheme of the policy.
@@ -79,12 +92,21 @@ impl Asked {
     }
 
     pub(crate) fn answer<R>(&self, problem: Problem) -> Response<ResponseBody<R>> {
+        self.watch.end(Ending::Refused(problem));
         problem.answer(&self.policy.problem_base)
     }
 
     pub(crate) fn too_busy<R>(&self) -> Response<ResponseBody<R>> {
         self.config.counters.too_busy.up();
         self.answer(Problem::TooBusy)
+    }
+
+    /// Without a place for an owner, or for its bytes.
+    pub(crate) fn over<R>(&self, over: Over) -> Response<ResponseBody<R>> {
+        match over {
+            Over::Account => self.answer(Problem::AccountOverShare),
+            Over::All => self.too_busy(),
+        }
     }
 
     pub(crate) fn refused<R>(&self, error: ClaimError) -> Response<ResponseBody<R>> {
@@ -96,13 +118,37 @@ impl Asked {
             ClaimError::Draining => {
                 let detail = "the server is about to stop; nothing was done, \
                               ask again later with the same key";
+                self.watch.end(Ending::Refused(Problem::TooBusy));
                 return Problem::TooBusy.answer_with(&self.policy.problem_base, detail, None);
             }
         };
+        self.watch.end(Ending::Refused(problem));
         problem.answer_with(&self.policy.problem_base, problem.detail(), retry_after)
     }
 
-    pub(crate) fn replay<R>(&self, outcome: &Outcome) -> Response<ResponseBody<R>> {
-        reply::replay(&self.policy, outcome, &self.method, self.version)
+    /// What is stored.
+    pub(crate) fn replay<R>(&self, replay: &Replay) -> Response<ResponseBody<R>> {
+        self.hand_back(replay.outcome(), Some(replay))
+    }
+
+    /// An outcome as it came out of the store or was made for it; `replay` if it is stored.
+    pub(crate) fn hand_back<R>(
+        &self,
+        outcome: &Outcome,
+        replay: Option<&Replay>,
+    ) -> Response<ResponseBody<R>> {
+        let Self { policy, caller, .. } = self;
+        if !policy.veto.allows(self.parts.as_deref(), caller) {
+            return self.answer(Problem::ReplayRefused);
+        }
+        let Some(outcome) = policy.seal.open(caller, outcome) else {
+            return self.answer(Problem::ResponseNotKept);
+        };
+        self.watch.replayed(replay.map(Replay::age));
+        let mut response = reply::replay(policy, &outcome, &self.method, self.version);
+        if let Some(replay) = replay {
+            reply::say_when_it_expires(policy, replay.remaining(), response.headers_mut());
+        }
+        response
     }
 }

@@ -25,7 +25,7 @@ use http_body::Body;
 use http_body_util::{BodyExt, LengthLimitError};
 use parking_lot::Mutex;
 
-use super::BoxError;
+use super::{BoxError, shares::Share};
 
 /// A first allocation, if the client does not say how much will come, or says much.
 const FIRST: usize = 8 * 1024;
@@ -39,10 +39,6 @@ pub(crate) struct Budget {
 impl Budget {
     pub(crate) fn new(max: usize) -> Self {
         Self { max, used: AtomicUsize::new(0) }
-    }
-
-    pub(crate) fn max(&self) -> usize {
-        self.max
     }
 
     pub(crate) fn used(&self) -> usize {
@@ -59,24 +55,41 @@ impl Budget {
     }
 }
 
-/// What one buffer holds of the budget. Dropping it gives the room back.
-struct Charge {
+/// What one buffer holds of the budget, and of its account's share where that is limited. Dropping
+/// it gives the room back.
+pub(crate) struct Charge {
     budget: Arc<Budget>,
+    share: Option<Share>,
     bytes: usize,
 }
 
 impl Charge {
-    fn grow_to(&mut self, bytes: usize) -> bool {
-        let granted = bytes <= self.bytes || self.budget.take(bytes - self.bytes);
-        if granted {
-            self.bytes = self.bytes.max(bytes);
+    /// A charge of nothing yet.
+    pub(crate) fn new(budget: &Arc<Budget>, share: Option<Share>) -> Self {
+        Self { budget: Arc::clone(budget), share, bytes: 0 }
+    }
+
+    fn grow_to(&mut self, bytes: usize) -> Result<(), Refused> {
+        let more = bytes.saturating_sub(self.bytes);
+        if self.share.as_mut().is_some_and(|share| !share.grow(more)) {
+            return Err(Refused::OverShare);
         }
-        granted
+        if more > 0 && !self.budget.take(more) {
+            if let Some(share) = &mut self.share {
+                share.shrink(more);
+            }
+            return Err(Refused::NoRoom);
+        }
+        self.bytes += more;
+        Ok(())
     }
 
     fn shrink_to(&mut self, bytes: usize) {
         let surplus = self.bytes.saturating_sub(bytes);
         self.bytes -= surplus;
+        if let Some(share) = &mut self.share {
+            share.shrink(surplus);
+        }
         self.budget.used.fetch_sub(surplus, Ordering::Relaxed);
     }
 }
@@ -123,6 +136,8 @@ pub(crate) enum Refused {
     TooSlow,
     /// The budget is spent.
     NoRoom,
+    /// The account's share of it is.
+    OverShare,
     /// The body broke off, or was malformed.
     Broken,
 }
@@ -141,13 +156,12 @@ pub(crate) async fn read<B>(
     body: B,
     max: usize,
     limit: Duration,
-    budget: &Arc<Budget>,
+    charge: Charge,
 ) -> Result<Received, Refused>
 where
     B: Body<Data = Bytes>,
     B::Error: Into<BoxError>,
 {
-    let charge = Charge { budget: Arc::clone(budget), bytes: 0 };
     if body.is_end_stream() {
         let bytes = BodyBytes(Arc::new(Buffer { bytes: Box::default(), _charge: charge }));
         return Ok(Received { bytes, trailers: None });
@@ -174,9 +188,7 @@ where
                 }
                 if len > bytes.capacity() {
                     let room = room(len, bytes.capacity(), announced).min(max);
-                    if !charge.grow_to(room) {
-                        return Err(Refused::NoRoom);
-                    }
+                    charge.grow_to(room)?;
                     bytes.reserve_exact(room - bytes.len());
                 }
                 bytes.extend_from_slice(&chunk);
@@ -270,36 +282,43 @@ mod tests {
         Arc::new(Budget::new(max))
     }
 
+    fn charge(budget: &Arc<Budget>) -> Charge {
+        Charge::new(budget, None)
+    }
+
     #[tokio::test]
     async fn r19_the_limit_itself_is_allowed_and_one_more_is_not() {
         let budget = budget(1_000_000);
         for (max, fits) in [(5, false), (6, true), (7, true)] {
             let body = chunks(&[b"abc", b"", b"def"]);
-            let read = read(body, max, LONG, &budget).await;
+            let read = read(body, max, LONG, charge(&budget)).await;
             assert_eq!(read.is_ok(), fits);
             if let Ok(read) = read {
                 assert_eq!(read.bytes.as_ref(), b"abcdef");
             }
             assert_eq!(budget.used(), 0);
         }
-        let read = read(Full::new(Bytes::new()), 0, LONG, &budget).await.unwrap();
+        let read = read(Full::new(Bytes::new()), 0, LONG, charge(&budget)).await.unwrap();
         assert!(read.bytes.as_ref().is_empty());
     }
 
     #[tokio::test]
     async fn r19_all_buffered_bytes_are_charged_until_the_last_holder_drops_them() {
         let budget = budget(100_000);
-        let first = read(Full::new(Bytes::from(vec![1; 60_000])), 1 << 20, LONG, &budget).await;
+        let first =
+            read(Full::new(Bytes::from(vec![1; 60_000])), 1 << 20, LONG, charge(&budget)).await;
         let first = first.unwrap();
         assert_eq!(budget.used(), 60_000);
-        let second = read(Full::new(Bytes::from(vec![1; 40_001])), 1 << 20, LONG, &budget).await;
+        let second =
+            read(Full::new(Bytes::from(vec![1; 40_001])), 1 << 20, LONG, charge(&budget)).await;
         assert_eq!(second.err(), Some(Refused::NoRoom));
         let of_handler = first.bytes.to_bytes().slice(..1);
         drop(first);
         assert_eq!(budget.used(), 60_000);
         drop(of_handler);
         assert_eq!(budget.used(), 0);
-        let whole = read(Full::new(Bytes::from(vec![1; 100_000])), 1 << 20, LONG, &budget).await;
+        let whole =
+            read(Full::new(Bytes::from(vec![1; 100_000])), 1 << 20, LONG, charge(&budget)).await;
         assert!(whole.is_ok(), "a body of known size takes no more than its size");
     }
 
@@ -308,13 +327,13 @@ mod tests {
         let budget = budget(1_000_000);
         let frames = [Ok(Frame::data(Bytes::from_static(b"abc"))), Err(BoxError::from("cut"))];
         let cut = StreamBody::new(futures_util::stream::iter(frames));
-        assert_eq!(read(cut, 9, LONG, &budget).await.err(), Some(Refused::Broken));
+        assert_eq!(read(cut, 9, LONG, charge(&budget)).await.err(), Some(Refused::Broken));
 
         let outer = Limited::new(chunks(&[b"abcdef"]), 5);
-        assert_eq!(read(outer, 9, LONG, &budget).await.err(), Some(Refused::TooLarge));
+        assert_eq!(read(outer, 9, LONG, charge(&budget)).await.err(), Some(Refused::TooLarge));
 
         let endless = StreamBody::new(futures_util::stream::pending::<Result<_, BoxError>>());
-        let slow = read(endless, 9, Duration::from_millis(1), &budget).await;
+        let slow = read(endless, 9, Duration::from_millis(1), charge(&budget)).await;
         assert_eq!(slow.err(), Some(Refused::TooSlow));
         assert_eq!(budget.used(), 0);
     }
@@ -322,7 +341,7 @@ mod tests {
     #[tokio::test]
     async fn r19_equal_bodies_are_shared_while_one_is_listed() {
         let budget = budget(1_000_000);
-        let body = || read(chunks(&[b"abc"]), 9, LONG, &budget);
+        let body = || read(chunks(&[b"abc"]), 9, LONG, charge(&budget));
         let (first, second) = (body().await.unwrap().bytes, body().await.unwrap().bytes);
         let bodies = Arc::new(Bodies::default());
         assert!(bodies.find(&[7; 32]).is_none());

@@ -10,14 +10,16 @@ use std::{
 };
 
 use http::{Method, request::Parts};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tower_layer::Layer;
 
 use super::{
+    attempt::Caller,
     endpoint,
     intake::{Bodies, Budget},
     policy::Policy,
     service::Idempotency,
+    shares::{Most, Of, Share, Shares},
 };
 use crate::Store;
 
@@ -28,11 +30,11 @@ type Change = dyn Fn(Policy) -> Policy + Send + Sync;
 /// Makes a service safe to retry: see the [module](super) for what it does and where it belongs.
 ///
 /// Setters may be called in any order. Clones share the store, the caps and the counters, also
-/// after a setter was called on one of them; only [`max_tasks`](Self::max_tasks) and
-/// [`max_buffered`](Self::max_buffered) start new ones.
+/// after a setter was called on one of them; only [`max_tasks`](Self::max_tasks),
+/// [`max_buffered`](Self::max_buffered) and the limits for each account start new ones.
 #[derive(Clone)]
 pub struct IdempotencyLayer {
-    config: Arc<Config>,
+    pub(super) config: Arc<Config>,
 }
 
 impl IdempotencyLayer {
@@ -63,7 +65,7 @@ impl IdempotencyLayer {
             operations: HashMap::new(),
             methods: Vec::new(),
             counters: Arc::default(),
-            caps: Arc::new(Caps::new(8192, 256 << 20)),
+            caps: Arc::new(Caps::new(Limits::default())),
         };
         config.settle();
         Self { config: Arc::new(config) }
@@ -74,6 +76,15 @@ impl IdempotencyLayer {
         change(&mut config);
         config.settle();
         Self { config: Arc::new(config) }
+    }
+
+    /// Starts new counts.
+    pub(super) fn limits(self, set: impl FnOnce(&mut Limits)) -> Self {
+        self.change(|config| {
+            let mut limits = config.caps.limits;
+            set(&mut limits);
+            config.caps = Arc::new(Caps::new(limits));
+        })
     }
 
     pub(super) fn for_all(self, change: impl FnOnce(Policy) -> Policy) -> Self {
@@ -125,14 +136,14 @@ impl IdempotencyLayer {
     /// as one process serves well. Replays and waiters do not count.
     #[must_use]
     pub fn max_tasks(self, tasks: usize) -> Self {
-        self.change(|config| config.caps = Arc::new(Caps::new(tasks, config.caps.budget.max())))
+        self.limits(|limits| limits.tasks = tasks.min(Semaphore::MAX_PERMITS))
     }
 
     /// How many bytes of request bodies may be in memory at once; beyond it 503 (R19). Default:
     /// 256 MiB. A body counts from its first byte until the handler has dropped it.
     #[must_use]
     pub fn max_buffered(self, bytes: usize) -> Self {
-        self.change(|config| config.caps = Arc::new(Caps::new(config.caps.max_tasks, bytes)))
+        self.limits(|limits| limits.buffered = bytes)
     }
 
     /// The store.
@@ -145,8 +156,9 @@ impl IdempotencyLayer {
     pub fn stats(&self) -> HttpStats {
         let Config { counters, caps, .. } = &*self.config;
         HttpStats {
-            tasks: caps.max_tasks.saturating_sub(caps.tasks.available_permits()),
+            tasks: caps.limits.tasks.saturating_sub(caps.tasks.available_permits()),
             buffered: caps.budget.used(),
+            accounts: caps.shares.as_ref().map_or(0, |shares| shares.accounts()),
             unclaimed: counters.unclaimed.read(),
             too_busy: counters.too_busy.read(),
             panics: counters.panics.read(),
@@ -171,8 +183,9 @@ impl fmt::Debug for IdempotencyLayer {
             .field("policy", base)
             .field("operations", &names)
             .field("operation_name", operation_name)
-            .field("max_tasks", &caps.max_tasks)
-            .field("max_buffered", &caps.budget.max())
+            .field("max_tasks", &caps.limits.tasks)
+            .field("max_buffered", &caps.limits.buffered)
+            .field("most_of_each_account", &caps.limits.each)
             .finish_non_exhaustive()
     }
 }
@@ -185,6 +198,9 @@ pub struct HttpStats {
     pub tasks: usize,
     /// Gauge: bytes of request bodies in memory.
     pub buffered: usize,
+    /// Gauge: accounts that have owners, waiters or bytes here; zero where nothing is limited for
+    /// each account.
+    pub accounts: usize,
     /// Requests of a covered method that passed unclaimed because no endpoint was known (R2).
     pub unclaimed: u64,
     /// Requests refused because of [`max_tasks`](IdempotencyLayer::max_tasks) or
@@ -227,6 +243,11 @@ impl Config {
         }
     }
 
+    /// The policy for all, and those of operations.
+    pub(crate) fn policies(&self) -> impl Iterator<Item = &Policy> {
+        std::iter::once(&*self.base).chain(self.operations.values().map(|policy| &**policy))
+    }
+
     /// Whether some policy covers the method: the first test (R6).
     pub(crate) fn covers(&self, method: &Method) -> bool {
         self.methods.contains(method)
@@ -255,23 +276,70 @@ impl Config {
     }
 }
 
+/// The most there may be at once.
+#[derive(Clone, Copy)]
+pub(crate) struct Limits {
+    tasks: usize,
+    buffered: usize,
+    pub(super) each: Most,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { tasks: 8192, buffered: 256 << 20, each: Most::NO_LIMIT }
+    }
+}
+
 /// What is limited over all requests of a layer.
 pub(crate) struct Caps {
-    max_tasks: usize,
+    limits: Limits,
     /// One permit for each owner at work.
-    pub(crate) tasks: Arc<Semaphore>,
+    tasks: Arc<Semaphore>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) bodies: Arc<Bodies>,
+    shares: Option<Arc<Shares>>,
+}
+
+/// The place of an owner at work: of all, and of its account.
+pub(crate) struct Slot {
+    _task: OwnedSemaphorePermit,
+    _share: Option<Share>,
+}
+
+/// Who has no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Over {
+    /// The account has its share.
+    Account,
+    /// All together have what there is.
+    All,
 }
 
 impl Caps {
-    fn new(max_tasks: usize, max_buffered: usize) -> Self {
-        let max_tasks = max_tasks.min(Semaphore::MAX_PERMITS);
+    fn new(limits: Limits) -> Self {
         Self {
-            max_tasks,
-            tasks: Arc::new(Semaphore::new(max_tasks)),
-            budget: Arc::new(Budget::new(max_buffered)),
+            limits,
+            tasks: Arc::new(Semaphore::new(limits.tasks)),
+            budget: Arc::new(Budget::new(limits.buffered)),
             bodies: Arc::default(),
+            shares: Shares::new(limits.each),
+        }
+    }
+
+    /// The account's share of something, if that is limited.
+    pub(crate) fn share(&self, caller: &Arc<Caller>, of: Of) -> Option<Share> {
+        self.shares.as_ref().map(|shares| shares.open(caller, of))
+    }
+
+    /// A place for an owner.
+    pub(crate) fn slot(&self, caller: &Arc<Caller>) -> Result<Slot, Over> {
+        let mut share = self.share(caller, Of::Tasks);
+        if share.as_mut().is_some_and(|share| !share.grow(1)) {
+            return Err(Over::Account);
+        }
+        match Arc::clone(&self.tasks).try_acquire_owned() {
+            Ok(task) => Ok(Slot { _task: task, _share: share }),
+            Err(_) => Err(Over::All),
         }
     }
 }

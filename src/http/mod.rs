@@ -101,6 +101,7 @@ mod asked;
 mod attempt;
 mod body;
 mod capture;
+mod cors;
 mod endpoint;
 mod fingerprinting;
 mod future;
@@ -112,7 +113,11 @@ mod policy;
 mod prefer;
 pub mod problem;
 mod reply;
+mod sealing;
 mod service;
+mod shares;
+mod veto;
+mod watch;
 
 pub use self::{
     attempt::{Attempt, Keep, Release},
@@ -123,6 +128,7 @@ pub use self::{
     layer::{HttpStats, IdempotencyLayer},
     policy::{Policy, StatusTable},
     problem::Problem,
+    sealing::Sealing,
     service::Idempotency,
 };
 

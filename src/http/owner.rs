@@ -16,10 +16,9 @@
 use std::{future::poll_fn, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode, request::Parts};
+use http::{HeaderMap, Method, Request, Response, StatusCode, request::Parts};
 use http_body::Body;
 use tokio::{
-    sync::OwnedSemaphorePermit,
     task::JoinHandle,
     time::{Instant, timeout_at},
 };
@@ -28,14 +27,16 @@ use tower_service::Service;
 use super::{
     BoxError,
     asked::Asked,
-    attempt::{Acted, Attempt, Keep, Release},
+    attempt::{Acted, Attempt, Caller, Keep, Release},
     body::{RequestBody, ResponseBody, Rest},
     capture::{self, Captured},
-    intake::{self, Listed, Received, Refused},
-    layer::Config,
+    intake::{self, Charge, Listed, Received, Refused},
+    layer::{Config, Over, Slot},
     policy::Policy,
     problem::{self, Problem},
     reply,
+    shares::Of,
+    watch::{Ending, Watch},
 };
 use crate::{Claim, Fingerprint, Lost, Outcome, Pending, Permit, Settled};
 
@@ -57,38 +58,49 @@ where
 {
     let caps = Arc::clone(&asked.config.caps);
     let policy = &asked.policy;
-    let read = intake::read(body, policy.max_request, policy.read_limit, &caps.budget).await;
+    let charge = Charge::new(&caps.budget, caps.share(&asked.caller, Of::Buffered));
+    let read = intake::read(body, policy.max_request, policy.read_limit, charge).await;
     let mut received = match read {
         Ok(received) => received,
         Err(refused) => return Ok(not_received(&asked, refused)),
     };
     let fingerprint = asked.fingerprint(&parts, &received);
     let mut listed = None;
+    let mut seat = caps.share(&asked.caller, Of::Waiters);
+    let mut is_seated = false;
     let mut deadline = None;
     loop {
         let translate = |scheme| asked.translate(scheme, &parts, &received);
-        let mut slot = None;
+        let mut slot = Err(Over::All);
         let mut claim = asked.claim(fingerprint, false, translate);
         if matches!(claim, Ok(None)) {
-            slot = Arc::clone(&caps.tasks).try_acquire_owned().ok();
-            if slot.is_some() {
-                claim = asked.claim(fingerprint, true, translate);
+            slot = caps.slot(&asked.caller);
+            if let Err(over) = slot {
+                return Ok(asked.over(over));
             }
+            claim = asked.claim(fingerprint, true, translate);
         }
         let claim = match claim {
             Ok(Some(claim)) => claim,
+            // A claim that may win answers something.
             Ok(None) => return Ok(asked.too_busy()),
             Err(error) => return Ok(asked.refused(error)),
         };
         let (permit, slot) = match claim {
             Claim::Won(permit) => (permit, slot),
-            Claim::Replay(replay) => return Ok(asked.replay(replay.outcome())),
+            Claim::Replay(replay) => return Ok(asked.replay(&replay)),
             Claim::NotKept => return Ok(asked.answer(Problem::ResponseNotKept)),
             Claim::Mismatch => return Ok(asked.answer(Problem::KeyReused)),
             Claim::Held => return Ok(asked.answer(Problem::OutcomeUnknown)),
             Claim::InFlight(pending) => {
                 // Rule 3.
                 drop(slot);
+                // Taken once for all the owners it may wait for.
+                is_seated = is_seated || seat.as_mut().is_none_or(|seat| seat.grow(1));
+                if !is_seated {
+                    return Ok(asked.answer(Problem::InFlight));
+                }
+                asked.watch.waits();
                 if listed.is_none() && policy.fingerprint.covers_bytes() {
                     share(&caps.bodies, &fingerprint, &mut received, &mut listed);
                 }
@@ -96,19 +108,21 @@ where
                 match wait(pending, deadline).await {
                     Waited::Late => return Ok(asked.answer(Problem::InFlight)),
                     Waited::Lapsed => continue,
-                    Waited::Settled(Settled::Yours(permit)) => {
-                        (permit, Arc::clone(&caps.tasks).try_acquire_owned().ok())
-                    }
+                    Waited::Settled(Settled::Yours(permit)) => (permit, caps.slot(&asked.caller)),
                     Waited::Settled(settled) => return Ok(told(&asked, settled)),
                 }
             }
         };
-        let Some(slot) = slot else {
-            // Nothing was done: to the next waiter. Lost means that somebody settled it.
-            let _ = permit.release();
-            return Ok(asked.too_busy());
+        let slot = match slot {
+            Ok(slot) => slot,
+            Err(over) => {
+                // Nothing was done: to the next waiter. Lost means that somebody settled it.
+                let _ = permit.release();
+                return Ok(asked.over(over));
+            }
         };
-        drop(listed);
+        drop((listed, seat));
+        asked.watch.waited();
         let task = start(inner, &asked, fingerprint, permit, slot, parts, received);
         return ended(&asked, fingerprint, task).await;
     }
@@ -118,12 +132,16 @@ fn not_received<R>(asked: &Asked, refused: Refused) -> Response<ResponseBody<R>>
     match refused {
         Refused::TooLarge => asked.answer(Problem::RequestTooLarge),
         Refused::TooSlow => asked.answer(Problem::RequestTooSlow),
-        Refused::NoRoom => asked.too_busy(),
+        Refused::NoRoom => asked.over(Over::All),
+        Refused::OverShare => asked.over(Over::Account),
         // Whoever sent half a body rarely reads the answer, and no rule has a type for it.
-        Refused::Broken => problem::plain(
-            StatusCode::BAD_REQUEST,
-            "the body broke off or was malformed; nothing was done",
-        ),
+        Refused::Broken => {
+            asked.watch.end(Ending::Broken);
+            problem::plain(
+                StatusCode::BAD_REQUEST,
+                "the body broke off or was malformed; nothing was done",
+            )
+        }
     }
 }
 
@@ -178,8 +196,8 @@ async fn wait(pending: Pending, deadline: Instant) -> Waited {
 /// The answer to a waiter that is not the next owner.
 fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
     match settled {
-        Settled::Completed(replay) => asked.replay(replay.outcome()),
-        Settled::Answered(outcome) => asked.replay(&outcome),
+        Settled::Completed(replay) => asked.replay(&replay),
+        Settled::Answered(outcome) => asked.hand_back(&outcome, None),
         Settled::NotKept => asked.answer(Problem::ResponseNotKept),
         Settled::Mismatch => asked.answer(Problem::KeyReused),
         Settled::Held => asked.answer(Problem::OutcomeUnknown),
@@ -207,7 +225,7 @@ fn start<S, B, R>(
     asked: &Asked,
     fingerprint: Fingerprint,
     permit: Permit,
-    slot: OwnedSemaphorePermit,
+    slot: Slot,
     mut parts: Parts,
     received: Received,
 ) -> JoinHandle<Ended<R, S::Error>>
@@ -222,11 +240,18 @@ where
     // The lease counts as renewed as long as the permit lives (R8). Lost already: then the verb at
     // the end says so.
     let _ = permit.attend();
+    asked.watch.owns(permit.token());
     let caller = Arc::clone(&asked.caller);
     parts.extensions.insert(Attempt { caller, token: permit.token() });
     parts.extensions.insert(Acted);
     let config = Arc::clone(&asked.config);
-    let mut owner = Owner { permit: Some(permit), slot: Some(slot), has_begun: false, config };
+    let mut owner = Owner {
+        permit: Some(permit),
+        slot: Some(slot),
+        has_begun: false,
+        config,
+        watch: asked.watch.clone(),
+    };
     let listed = asked
         .policy
         .fingerprint
@@ -240,23 +265,27 @@ where
     let policy = Arc::clone(&asked.policy);
     let method = request.method().clone();
     let config = Arc::clone(&asked.config);
-    tokio::spawn(async move {
+    let (watch, caller) = (asked.watch.clone(), Arc::clone(&asked.caller));
+    let task = async move {
         let _until_the_end = listed;
         if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
             // Nothing was done, and Lost means that somebody else has settled it.
-            let _ = owner.settle(Permit::release);
+            let _ = owner.settle(|permit| permit.release().map(|()| Ending::Failed));
             return Ended::Failed(error);
         }
         owner.has_begun = true;
         let ended = match inner.call(request).await {
-            Ok(response) => settle(owner, response, &policy, &method).await,
-            Err(error) => owner.settle(Permit::release).map(|()| Ended::Failed(error)),
+            Ok(response) => settle(owner, response, &policy, &method, &caller).await,
+            Err(error) => owner
+                .settle(|permit| permit.release().map(|()| Ending::Failed))
+                .map(|_| Ended::Failed(error)),
         };
         ended.unwrap_or_else(|lost| {
             config.store.note_double_run();
             Ended::Lost(lost.into_outcome())
         })
-    })
+    };
+    tokio::spawn(watch.around(task))
 }
 
 /// The permit of a task, which settles when dropped: released if nothing has begun, else by the
@@ -265,30 +294,42 @@ struct Owner {
     /// `None` once settled.
     permit: Option<Permit>,
     /// Given back first (rule 3).
-    slot: Option<OwnedSemaphorePermit>,
+    slot: Option<Slot>,
     has_begun: bool,
     config: Arc<Config>,
+    watch: Watch,
 }
 
 impl Owner {
-    fn settle(mut self, verb: impl FnOnce(Permit) -> Result<(), Lost>) -> Result<(), Lost> {
+    /// `None` if it was settled already.
+    fn settle(
+        mut self,
+        verb: impl FnOnce(Permit) -> Result<Ending, Lost>,
+    ) -> Result<Option<Ending>, Lost> {
         self.slot = None;
-        self.permit.take().map_or(Ok(()), verb)
+        let ending = self.permit.take().map(verb).transpose();
+        match &ending {
+            Ok(Some(ending)) => self.watch.end(*ending),
+            Ok(None) => {}
+            Err(_) => self.watch.end(Ending::Lost),
+        }
+        ending
     }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
         self.slot = None;
-        if std::thread::panicking() {
+        let is_panicking = std::thread::panicking();
+        if is_panicking {
             self.config.counters.panics.up();
         }
-        if let Some(permit) = self.permit.take()
-            && !self.has_begun
-        {
+        let Some(permit) = self.permit.take() else { return };
+        if !self.has_begun {
             // Lost means that somebody else has settled it: nothing is left to do.
             let _ = permit.release();
         }
+        self.watch.end(if is_panicking { Ending::Panicked } else { Ending::CutOff });
     }
 }
 
@@ -298,6 +339,7 @@ async fn settle<R, E>(
     response: Response<R>,
     policy: &Policy,
     method: &Method,
+    caller: &Caller,
 ) -> Result<Ended<R, E>, Lost>
 where
     R: Body<Data = Bytes>,
@@ -312,28 +354,43 @@ where
     let status = head.status;
     // Only these answers are for the waiters too; after another release one of them runs (R14).
     let is_for_all = status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
+    // A key that was settled stands for its answer from now on, also for one that was not kept.
+    let retention = owner.config.store.retention();
+    let say_when_it_expires = |ending, headers: &mut HeaderMap| {
+        if matches!(ending, Some(Ending::Kept | Ending::NotKept)) {
+            reply::say_when_it_expires(policy, retention, headers);
+        }
+    };
     let without_answer = |permit: Permit| {
-        if is_kept { permit.complete_not_kept().map(|_| ()) } else { permit.release() }
+        if is_kept {
+            permit.complete_not_kept().map(|_| Ending::NotKept)
+        } else {
+            permit.release().map(|()| Ending::Released)
+        }
     };
     if capture::is_stream(&head) || !(is_kept || is_for_all) {
-        owner.settle(without_answer)?;
+        let ending = owner.settle(without_answer)?;
+        say_when_it_expires(ending, &mut head.headers);
         return Ok(Ended::Answered(Response::from_parts(head, ResponseBody::untouched(body))));
     }
+    let ending;
     let body = match capture::capture(body, policy.max_response, policy.capture_time).await {
         Captured::Whole { data, .. } if !capture::is_as_promised(&head, method, data.len()) => {
-            owner.settle(without_answer)?;
+            ending = owner.settle(without_answer)?;
             let error = "the body has another length than its head says";
             ResponseBody::tail(data, Rest::Broken(error.into()))
         }
         Captured::Whole { data, trailers } => {
             let kept = data.clone();
             let outcome = reply::keep(policy, status, &head.headers, kept, trailers.as_ref());
-            owner.settle(|permit| {
-                if is_kept {
-                    permit.complete(outcome).map(|_| ())
-                } else {
-                    permit.release_with(outcome)
-                }
+            // Before the place is given back: it is part of the work.
+            let sealed = policy.seal.seal(caller, outcome);
+            ending = owner.settle(|permit| match sealed {
+                None => without_answer(permit),
+                Some(outcome) if is_kept => permit
+                    .complete(outcome)
+                    .map(|completed| if completed.kept { Ending::Kept } else { Ending::NotKept }),
+                Some(outcome) => permit.release_with(outcome).map(|()| Ending::Released),
             })?;
             capture::let_frame(&mut head.headers);
             if reply::has_no_body(status) {
@@ -343,10 +400,11 @@ where
             }
         }
         Captured::Open { prefix, rest } => {
-            owner.settle(without_answer)?;
+            ending = owner.settle(without_answer)?;
             ResponseBody::tail(prefix, rest)
         }
     };
+    say_when_it_expires(ending, &mut head.headers);
     Ok(Ended::Answered(Response::from_parts(head, body)))
 }
 
@@ -378,11 +436,11 @@ async fn after_lost<R>(
     let deadline = after(asked.wait_limit);
     loop {
         match asked.claim(fingerprint, false, |_| None) {
-            Ok(Some(Claim::Replay(replay))) => return asked.replay(replay.outcome()),
+            Ok(Some(Claim::Replay(replay))) => return asked.replay(&replay),
             Ok(Some(Claim::NotKept)) => return asked.answer(Problem::ResponseNotKept),
             Ok(Some(Claim::InFlight(pending))) => match wait(pending, deadline).await {
                 Waited::Settled(Settled::Completed(replay)) => {
-                    return asked.replay(replay.outcome());
+                    return asked.replay(&replay);
                 }
                 Waited::Settled(Settled::NotKept) => {
                     return asked.answer(Problem::ResponseNotKept);
@@ -391,7 +449,7 @@ async fn after_lost<R>(
                 Waited::Settled(Settled::Yours(permit)) => {
                     return match ours {
                         Some(outcome) => {
-                            let answer = asked.replay(&outcome);
+                            let answer = asked.hand_back(&outcome, None);
                             let _ = permit.complete(outcome);
                             answer
                         }

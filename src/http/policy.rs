@@ -2,10 +2,16 @@
 
 use std::{fmt, time::Duration};
 
-use http::{HeaderName, Method, StatusCode};
+use http::{HeaderName, Method, StatusCode, request::Parts};
 
-use super::{fingerprinting::Fingerprinting, layer::IdempotencyLayer, problem};
-use crate::KeyForm;
+use super::{
+    fingerprinting::Fingerprinting,
+    layer::IdempotencyLayer,
+    problem,
+    sealing::{Seal, Sealing},
+    veto::Veto,
+};
+use crate::{Identity, KeyForm};
 
 /// How one operation, or all of them, are treated.
 ///
@@ -31,6 +37,9 @@ pub struct Policy {
     pub(crate) accepted: Vec<Fingerprinting>,
     pub(crate) replay_header: HeaderName,
     pub(crate) problem_base: String,
+    pub(crate) expires_header: Option<HeaderName>,
+    pub(crate) seal: Seal,
+    pub(crate) veto: Veto,
 }
 
 impl Default for Policy {
@@ -54,6 +63,9 @@ impl Default for Policy {
             accepted: Vec::new(),
             replay_header: HeaderName::from_static("idempotent-replayed"),
             problem_base: problem::DEFAULT_BASE.to_owned(),
+            expires_header: None,
+            seal: Seal::default(),
+            veto: Veto::default(),
         }
     }
 }
@@ -79,6 +91,9 @@ impl fmt::Debug for Policy {
             .field("accepted", &self.accepted)
             .field("replay_header", &self.replay_header)
             .field("problem_base", &self.problem_base)
+            .field("expires_header", &self.expires_header)
+            .field("seal", &self.seal)
+            .field("veto", &self.veto)
             .finish()
     }
 }
@@ -176,6 +191,24 @@ setters! {
     problem_base(base: impl Into<String>) => |policy| {
         policy.problem_base = problem::clean_base(&base.into())
     };
+
+    /// A field that tells for how many seconds more the key stands for this answer; after them it
+    /// is new (R22). It comes with the first response, if it settled the key, and with each replay.
+    /// A span and not a date, because a client's clock may be wrong. Default: none, because no
+    /// draft has such a field.
+    expires_header(name: HeaderName) => |policy| policy.expires_header = Some(name);
+
+    /// What is done to an outcome before it is kept and before it is handed back: see [`Sealing`].
+    /// Default: nothing.
+    seal(sealing: impl Sealing) => |policy| policy.seal = Seal::by(sealing);
+
+    /// Asked before each replay, with the request that asks for it and whose key it is: `false`
+    /// answers 403 instead, with a problem type of its own, and changes nothing. For rights that
+    /// were withdrawn since the first answer was made. It must not block. Default: authentication,
+    /// which ran outside of the layer, has decided.
+    may_replay(
+        may: impl Fn(&Parts, Identity<'_>) -> bool + Send + Sync + 'static
+    ) => |policy| policy.veto = Veto::of(may);
 }
 
 /// Which statuses are kept, and which release the identity because they say that the request was

@@ -17,6 +17,11 @@
 //! Status 403. It is not known on whose behalf the request came, and without that a key means
 //! nothing. Nothing ran. Authenticate.
 //!
+//! # replay-refused
+//!
+//! Status 403. There is an answer for this key, but it may no longer be handed out to you. Nothing
+//! ran, and the answer stays as it is.
+//!
 //! # request-too-slow
 //!
 //! Status 408. The body did not arrive in time. Nothing ran. Send it again with the same key.
@@ -48,8 +53,9 @@
 //!
 //! # account-over-share
 //!
-//! Status 429, with `Retry-After`. The account has as many live keys as it may have. Nothing ran.
-//! The time is that to the next end of a record, 60 s at most: it is no promise of room.
+//! Status 429, with `Retry-After`. The account has as many live keys, keys in flight or bytes being
+//! sent as it may have. Nothing ran. For live keys the time is that to the next end of a record,
+//! 60 s at most: it is no promise of room.
 //!
 //! # store-full
 //!
@@ -97,6 +103,9 @@ pub enum Problem {
     KeyInvalid,
     /// 403: no account (R3).
     AccountUnknown,
+    /// 403: the service refused the replay
+    /// ([`may_replay`](super::IdempotencyLayer::may_replay)).
+    ReplayRefused,
     /// 408: the body came too slowly (R19).
     RequestTooSlow,
     /// 409: the owner is still at work (R13).
@@ -109,7 +118,7 @@ pub enum Problem {
     RequestTooLarge,
     /// 422: another fingerprint under a live identity (R5).
     KeyReused,
-    /// 429: the account has as many keys as it may have (R25).
+    /// 429: the account has as many live keys, keys in flight or bytes as it may have (R25).
     AccountOverShare,
     /// 503: no room for another identity (R25).
     StoreFull,
@@ -121,10 +130,11 @@ pub enum Problem {
 
 impl Problem {
     /// All of them, in the order of their status.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::AccountUnknown,
+        Self::ReplayRefused,
         Self::RequestTooSlow,
         Self::InFlight,
         Self::OutcomeUnknown,
@@ -143,6 +153,7 @@ impl Problem {
             Self::KeyMissing => "key-missing",
             Self::KeyInvalid => "key-invalid",
             Self::AccountUnknown => "account-unknown",
+            Self::ReplayRefused => "replay-refused",
             Self::RequestTooSlow => "request-too-slow",
             Self::InFlight => "in-flight",
             Self::OutcomeUnknown => "outcome-unknown",
@@ -160,7 +171,7 @@ impl Problem {
     pub const fn status(self) -> StatusCode {
         match self {
             Self::KeyMissing | Self::KeyInvalid => StatusCode::BAD_REQUEST,
-            Self::AccountUnknown => StatusCode::FORBIDDEN,
+            Self::AccountUnknown | Self::ReplayRefused => StatusCode::FORBIDDEN,
             Self::RequestTooSlow => StatusCode::REQUEST_TIMEOUT,
             Self::InFlight | Self::OutcomeUnknown | Self::ResponseNotKept => StatusCode::CONFLICT,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
@@ -178,13 +189,14 @@ impl Problem {
             Self::KeyMissing => "Idempotency key missing",
             Self::KeyInvalid => "Idempotency key invalid",
             Self::AccountUnknown => "Account unknown",
+            Self::ReplayRefused => "The answer of this key may not be handed out",
             Self::RequestTooSlow => "Request body too slow",
             Self::InFlight => "The first request with this key is still at work",
             Self::OutcomeUnknown => "It is not known whether the work of this key was done",
             Self::ResponseNotKept => "Done, but the response was not kept",
             Self::RequestTooLarge => "Request body too large",
             Self::KeyReused => "The key was used for another request",
-            Self::AccountOverShare => "The account has too many live keys",
+            Self::AccountOverShare => "The account is over its share",
             Self::StoreFull => "No room for another key",
             Self::TierUnavailable => "The durable store cannot be reached",
             Self::TooBusy => "Too busy",
@@ -198,6 +210,9 @@ impl Problem {
             Self::KeyInvalid => "the key cannot be read",
             Self::AccountUnknown => {
                 "it is not known on whose behalf this request came, so its key means nothing"
+            }
+            Self::ReplayRefused => {
+                "there is an answer, but it may no longer be handed out to you; nothing was done"
             }
             Self::RequestTooSlow => "the body did not arrive in time; nothing was done",
             Self::InFlight => "ask again later with the same key and the same request",
@@ -215,7 +230,9 @@ impl Problem {
                 "path, query or body differ from those that this key was first used with; \
                  nothing was done"
             }
-            Self::AccountOverShare => "keys of this account must end first; nothing was done",
+            Self::AccountOverShare => {
+                "requests or keys of this account must end first; nothing was done"
+            }
             Self::StoreFull => "other keys must end first; nothing was done",
             Self::TierUnavailable => "nothing was done; ask again later with the same key",
             Self::TooBusy => "nothing was done; ask again later with the same key",
@@ -241,8 +258,10 @@ impl Problem {
             response.headers_mut().insert(header::LINK, value);
         }
         let retry_after = match self {
-            Self::InFlight | Self::TooBusy => Some(retry_after.unwrap_or(Duration::from_secs(1))),
-            Self::AccountOverShare | Self::StoreFull | Self::TierUnavailable => retry_after,
+            Self::InFlight | Self::TooBusy | Self::AccountOverShare => {
+                Some(retry_after.unwrap_or(Duration::from_secs(1)))
+            }
+            Self::StoreFull | Self::TierUnavailable => retry_after,
             _ => None,
         };
         if let Some(span) = retry_after {

@@ -2,6 +2,8 @@
 //!
 //! Trailers are kept as header lines whose name begins with a colon, which no header name can.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header};
 
@@ -89,6 +91,13 @@ pub(crate) fn replay<B>(
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response
+}
+
+/// Adds for how long the key stands for its answer, where that is set. Rounded down: it is a promise.
+pub(crate) fn say_when_it_expires(policy: &Policy, remaining: Duration, headers: &mut HeaderMap) {
+    if let Some(name) = &policy.expires_header {
+        let _ = headers.try_insert(name.clone(), HeaderValue::from(remaining.as_secs()));
+    }
 }
 
 /// 1xx, 204 and 304 have no content, and no length of it (RFC 9110, 8.6).

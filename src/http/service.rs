@@ -26,6 +26,7 @@ use super::{
     owner,
     policy::Policy,
     problem::Problem,
+    watch,
 };
 use crate::{IdentityError, Key};
 
@@ -86,6 +87,7 @@ where
             }
             Admission::Enter { policy, caller } => {
                 if intake::is_announced_too_large(&parts.headers, &body, policy.max_request) {
+                    watch::refused(&caller.endpoint, Problem::RequestTooLarge);
                     let answer = Problem::RequestTooLarge.answer(&policy.problem_base);
                     return ResponseFuture::answer(answer);
                 }
@@ -115,18 +117,20 @@ enum Admission {
 fn admit(config: &Config, parts: &Parts) -> Admission {
     let Some(endpoint) = config.endpoint(parts) else {
         config.counters.unclaimed.up();
+        watch::unclaimed();
         return Admission::Pass;
     };
     let policy = config.policy(&endpoint);
     if !policy.methods.contains(&parts.method) {
         return Admission::Pass;
     }
-    let refuse = |problem, detail| {
+    let refuse = |endpoint: &str, problem, detail| {
+        watch::refused(endpoint, problem);
         let policy = Arc::clone(policy);
         Admission::Refuse { problem, policy, detail }
     };
     let Some(account) = config.account(parts) else {
-        return refuse(Problem::AccountUnknown, None);
+        return refuse(&endpoint, Problem::AccountUnknown, None);
     };
     let lines = parts.headers.get_all(&policy.header_name);
     let key = match Key::from_lines(lines.iter().map(|line| line.as_bytes()), policy.key_form) {
@@ -134,19 +138,26 @@ fn admit(config: &Config, parts: &Parts) -> Admission {
         Ok(None) if policy.required => {
             let field = policy.header_name.as_str();
             let detail = format!("this operation asks for the field {field}: send one");
-            return refuse(Problem::KeyMissing, Some(detail));
+            return refuse(&endpoint, Problem::KeyMissing, Some(detail));
         }
         Ok(None) => return Admission::Pass,
-        Err(error) => return refuse(Problem::KeyInvalid, Some(error.to_string())),
+        Err(error) => {
+            return refuse(&endpoint, Problem::KeyInvalid, Some(error.to_string()));
+        }
     };
     let caller = Caller { account, endpoint, key };
     match caller.identity() {
-        Ok(_) => Admission::Enter { policy: Arc::clone(policy), caller: Arc::new(caller) },
+        Ok(identity) => {
+            // What the claim will read is on its way while the body comes in and is hashed.
+            config.store.prefetch(&identity);
+            Admission::Enter { policy: Arc::clone(policy), caller: Arc::new(caller) }
+        }
         // A name that is too long is none: it would have to be cut, and R1 forbids that.
         Err(IdentityError::Endpoint { .. }) => {
             config.counters.unclaimed.up();
+            watch::unclaimed();
             Admission::Pass
         }
-        Err(error) => refuse(Problem::AccountUnknown, Some(error.to_string())),
+        Err(error) => refuse(&caller.endpoint, Problem::AccountUnknown, Some(error.to_string())),
     }
 }

@@ -2,43 +2,18 @@
 
 use axum::{
     Router,
-    extract::Request,
     http::{HeaderMap, StatusCode},
-    middleware::{self, Next},
-    response::Response,
+    middleware,
     routing::post as route,
 };
-use oncekey::http::{Fingerprinting, IdempotencyLayer};
+use oncekey::http::Fingerprinting;
 
 use crate::{
-    assert_idle,
-    common::LONG,
-    counting, gated, layer,
+    assert_idle, authenticate, counting, gated, layer, of_account,
     sockets::{Gate, Runs, serve, until},
     store,
     wire::{Wire, assert_replay, charge, keyless},
 };
-
-/// What authentication left in the request.
-#[derive(Clone)]
-struct Account(Vec<u8>);
-
-async fn authenticate(mut request: Request, next: Next) -> Response {
-    if let Some(account) = request.headers().get("authorization") {
-        let account = Account(account.as_bytes().to_vec());
-        request.extensions_mut().insert(account);
-    }
-    next.run(request).await
-}
-
-fn of_account(store: &oncekey::Store) -> IdempotencyLayer {
-    IdempotencyLayer::new(store.clone(), |parts| {
-        parts.extensions.get::<Account>().map(|account| account.0.clone())
-    })
-    .wait_limit(LONG)
-    .read_limit(LONG)
-    .capture_time(LONG)
-}
 
 over_both! {
     case_038_no_account_sees_or_blocks_anothers_key,

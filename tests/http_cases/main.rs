@@ -15,16 +15,19 @@ mod sockets;
 #[macro_use]
 mod wire;
 
+mod abuse;
 mod answers;
 mod bodies;
 mod framing;
+mod hooks;
 mod inner;
 mod keys;
 mod owners;
 mod pressure;
 mod replays;
+mod smuggling;
 
-use axum::{Router, http::StatusCode, response::IntoResponse, routing::post};
+use axum::{Router, http::StatusCode, middleware::Next, response::IntoResponse, routing::post};
 use http::{Request, Response};
 use hyper::body::Incoming;
 use oncekey::{
@@ -101,6 +104,29 @@ where
         (status, error.to_string())
     };
     serve_service(axum::error_handling::HandleError::new(stack, answer)).await
+}
+
+/// What authentication left in the request.
+#[derive(Clone)]
+struct Account(Vec<u8>);
+
+/// Puts the account into the request that `Authorization` names.
+async fn authenticate(mut request: axum::extract::Request, next: Next) -> axum::response::Response {
+    if let Some(account) = request.headers().get("authorization") {
+        let account = Account(account.as_bytes().to_vec());
+        request.extensions_mut().insert(account);
+    }
+    next.run(request).await
+}
+
+/// A layer for those whom [`authenticate`] knows, whose limits of time no test reaches.
+fn of_account(store: &Store) -> IdempotencyLayer {
+    IdempotencyLayer::new(store.clone(), |parts| {
+        parts.extensions.get::<Account>().map(|account| account.0.clone())
+    })
+    .wait_limit(LONG)
+    .read_limit(LONG)
+    .capture_time(LONG)
 }
 
 /// Nothing is at work, nobody waits, no byte of a request is held.

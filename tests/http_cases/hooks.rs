@@ -1,0 +1,251 @@
+//! What a service may do to outcomes: seal them, refuse to hand them back, say when they end.
+
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, Ordering::SeqCst},
+};
+
+use axum::{Router, body::Body, http::HeaderName, http::StatusCode, routing::post as route};
+use oncekey::{
+    Claim, Fingerprint, Identity, ManualClock, Outcome, Resolution, Store, Sweep, http::Sealing,
+};
+
+use crate::{
+    common::{HOUR, SECOND},
+    counting, gated, idle, layer,
+    sockets::{Gate, Runs, serve, until},
+    store,
+    wire::{Wire, assert_replay, charge},
+};
+
+over_both! {
+    r16_what_is_kept_is_sealed_and_what_is_handed_back_is_opened,
+    r16_what_was_redacted_goes_to_the_first_client_alone,
+    r16_what_cannot_be_sealed_or_opened_is_told_as_not_kept,
+    r16_rights_withdrawn_since_veto_a_replay,
+    r22_a_field_tells_when_the_key_ends,
+}
+
+/// A stand-in for a cipher: every byte turned over with bytes that depend on the identity. The
+/// first byte of the body says whose it is, as an authenticated cipher would.
+struct Cipher;
+
+fn turned(of: Identity<'_>, bytes: &[u8]) -> Vec<u8> {
+    let by = of
+        .account()
+        .iter()
+        .chain(of.endpoint())
+        .chain(of.key())
+        .fold(7_u8, |sum, byte| sum.wrapping_mul(31).wrapping_add(*byte));
+    bytes.iter().map(|byte| byte ^ (by | 0x80)).collect()
+}
+
+impl Sealing for Cipher {
+    fn seal(&self, of: Identity<'_>, outcome: Outcome) -> Option<Outcome> {
+        let lines = outcome.header_lines().map(|(name, value)| (name, turned(of, value)));
+        let sealed =
+            lines.fold(Outcome::new(outcome.status()), |to, (name, value)| to.header(name, value));
+        Some(sealed.body([b"sealed:", &turned(of, outcome.bytes())[..]].concat()))
+    }
+
+    fn open(&self, of: Identity<'_>, sealed: Outcome) -> Option<Outcome> {
+        let body = turned(of, sealed.bytes().strip_prefix(b"sealed:")?);
+        let lines = sealed.header_lines().map(|(name, value)| (name, turned(of, value)));
+        let opened =
+            lines.fold(Outcome::new(sealed.status()), |to, (name, value)| to.header(name, value));
+        Some(opened.body(body))
+    }
+}
+
+fn is_within(needle: &[u8], outcome: &Outcome) -> bool {
+    let within = |bytes: &[u8]| bytes.windows(needle.len()).any(|part| part == needle);
+    within(outcome.bytes()) || outcome.header_lines().any(|(_, value)| within(value))
+}
+
+fn stored(store: &Store, key: &str) -> Outcome {
+    let print = Fingerprint::request("POST", "/charges", b"{}");
+    match store.observe(&crate::charge(key), print) {
+        Some(Claim::Replay(replay)) => replay.into_outcome(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn secrets(gate: &Gate) -> Router {
+    let gate = gate.clone();
+    let handler = move || async move {
+        gate.pass().await;
+        (StatusCode::CREATED, [("x-secret", "s3cret in a field")], "the s3cret itself")
+    };
+    Router::new().route("/charges", route(handler))
+}
+
+async fn r16_what_is_kept_is_sealed_and_what_is_handed_back_is_opened(wire: Wire) {
+    let (store, gate) = (store(), Gate::new());
+    let once = layer(&store).seal(Arc::new(Cipher));
+    let server = serve(secrets(&gate).layer(once.clone())).await;
+    let first = wire.asking(&server, charge("k")).await;
+    gate.entered().await;
+    let waiter = wire.asking(&server, charge("k")).await;
+    until(|| store.stats().waiters == 1).await;
+    gate.open();
+    let first = first.await.unwrap();
+    assert_eq!(first.text(), "the s3cret itself");
+    assert_replay(&waiter.await.unwrap(), &first);
+    assert_replay(&wire.ask(&server, charge("k")).await, &first);
+    assert!(!is_within(b"s3cret", &stored(&store, "k")));
+
+    // A layer that cannot open it does not hand it out, nor does it run.
+    let server = serve(secrets(&gate).layer(layer(&store))).await;
+    let told = wire.ask(&server, charge("k")).await;
+    assert_eq!((told.status, told.problem().as_str()), (409, "response-not-kept"));
+
+    // What was never sealed, as what an operator found out, is handed back as it is.
+    let server = serve(secrets(&gate).layer(once.clone())).await;
+    let print = Fingerprint::request("POST", "/charges", b"{}");
+    match store.claim(&crate::charge("held"), print).unwrap() {
+        Claim::Won(permit) => permit.hold().unwrap(),
+        other => panic!("{other:?}"),
+    }
+    let found = Resolution::Complete(Outcome::new(202).body("found out"));
+    store.resolve(&crate::charge("held"), found).unwrap();
+    let told = wire.ask(&server, charge("held")).await;
+    assert_eq!((told.status, told.text(), told.is_replay()), (202, "found out", true));
+    idle(&once).await;
+}
+
+/// The first client sees the number, and nobody after it; not even waiters, whose answer comes out
+/// of the store.
+async fn r16_what_was_redacted_goes_to_the_first_client_alone(wire: Wire) {
+    struct Redacted;
+    impl Sealing for Redacted {
+        fn seal(&self, of: Identity<'_>, outcome: Outcome) -> Option<Outcome> {
+            assert_eq!(of, crate::charge("k"));
+            Some(Outcome::new(outcome.status()).body("the ****** itself"))
+        }
+    }
+    let (store, gate) = (store(), Gate::new());
+    let once = layer(&store).seal(Redacted);
+    let server = serve(secrets(&gate).layer(once.clone())).await;
+    gate.open();
+    let first = wire.ask(&server, charge("k")).await;
+    assert_eq!(
+        (first.text(), first.field("x-secret")),
+        ("the s3cret itself", Some("s3cret in a field"))
+    );
+    let again = wire.ask(&server, charge("k")).await;
+    assert!(again.is_replay());
+    assert_eq!(
+        (again.status, again.text(), again.field("x-secret")),
+        (201, "the ****** itself", None)
+    );
+    idle(&once).await;
+}
+
+async fn r16_what_cannot_be_sealed_or_opened_is_told_as_not_kept(wire: Wire) {
+    struct Never;
+    impl Sealing for Never {
+        fn seal(&self, _: Identity<'_>, _: Outcome) -> Option<Outcome> {
+            None
+        }
+    }
+    struct Forgot(AtomicBool);
+    impl Sealing for Forgot {
+        fn seal(&self, of: Identity<'_>, outcome: Outcome) -> Option<Outcome> {
+            Cipher.seal(of, outcome)
+        }
+        fn open(&self, of: Identity<'_>, sealed: Outcome) -> Option<Outcome> {
+            (!self.0.load(SeqCst)).then(|| Cipher.open(of, sealed)).flatten()
+        }
+    }
+    let (store, runs) = (store(), Runs::default());
+    let once = layer(&store).seal(Never);
+    let server = serve(counting(&runs).layer(once.clone())).await;
+    assert_eq!(wire.ask(&server, charge("never")).await.text(), "1");
+    let told = wire.ask(&server, charge("never")).await;
+    assert_eq!(told.problem(), "response-not-kept");
+    let key = Arc::new(Forgot(AtomicBool::new(false)));
+    let once = layer(&store).seal(Arc::clone(&key));
+    let server = serve(counting(&runs).layer(once.clone())).await;
+    let first = wire.ask(&server, charge("forgot")).await;
+    key.0.store(true, SeqCst);
+    assert_eq!(wire.ask(&server, charge("forgot")).await.problem(), "response-not-kept");
+    key.0.store(false, SeqCst);
+    assert_replay(&wire.ask(&server, charge("forgot")).await, &first);
+    assert_eq!(runs.count(), 2);
+    idle(&once).await;
+}
+
+async fn r16_rights_withdrawn_since_veto_a_replay(wire: Wire) {
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let asked = Arc::<Mutex<Vec<String>>>::default();
+    let once = {
+        let asked = Arc::clone(&asked);
+        layer(&store).may_replay(move |parts, of| {
+            let key = String::from_utf8(of.key().to_vec()).unwrap();
+            asked.lock().unwrap().push(format!("{} {key}", parts.uri.path()));
+            parts.headers.get("x-role").is_some_and(|role| role == "clerk")
+        })
+    };
+    let server = serve(gated(&runs, &gate).layer(once.clone())).await;
+    let clerk = || charge("k").field("x-role", "clerk");
+    // Who runs is not asked: that is what authentication has let in.
+    let first = wire.asking(&server, charge("k")).await;
+    gate.entered().await;
+    let waiters = [wire.asking(&server, clerk()).await, wire.asking(&server, charge("k")).await];
+    until(|| store.stats().waiters == 2).await;
+    assert!(asked.lock().unwrap().is_empty());
+    gate.open();
+    let first = first.await.unwrap();
+    assert_eq!(first.status, 201);
+    let [allowed, refused] = waiters;
+    assert_replay(&allowed.await.unwrap(), &first);
+    let refused = refused.await.unwrap();
+    assert_eq!((refused.status, refused.problem().as_str()), (403, "replay-refused"));
+    for _ in 0..2 {
+        assert_eq!(wire.ask(&server, charge("k")).await.problem(), "replay-refused");
+        assert_replay(&wire.ask(&server, clerk()).await, &first);
+    }
+    // Another body is told so without a question.
+    let before = asked.lock().unwrap().len();
+    assert_eq!(wire.ask(&server, charge("k").body("other")).await.status, 422);
+    let asked = asked.lock().unwrap();
+    assert_eq!(asked.len(), before);
+    assert!(asked.iter().all(|asked| asked == "/charges k"), "{asked:?}");
+    assert_eq!(runs.count(), 1);
+    drop(asked);
+    idle(&once).await;
+}
+
+async fn r22_a_field_tells_when_the_key_ends(wire: Wire) {
+    let clock = ManualClock::new();
+    let store = Store::builder().clock(clock.clone()).sweep(Sweep::Manual).retention(HOUR);
+    let store = store.build().unwrap();
+    let once = layer(&store).max_response(10).expires_header(HeaderName::from_static("x-expires"));
+    let handler = |body: String| async move {
+        match body.as_str() {
+            "large" => (StatusCode::OK, Body::from("x".repeat(11))),
+            "refused" => (StatusCode::BAD_REQUEST, Body::empty()),
+            "sick" => (StatusCode::SERVICE_UNAVAILABLE, Body::empty()),
+            _ => (StatusCode::OK, Body::from("kept")),
+        }
+    };
+    let app = Router::new().route("/charges", route(handler)).layer(once.clone());
+    let server = serve(app).await;
+    let expires = async |key: &str, body: &'static str| {
+        let reply = wire.ask(&server, charge(key).body(body)).await;
+        reply.field("x-expires").map(str::to_owned)
+    };
+    assert_eq!(expires("k", "kept").await.as_deref(), Some("3600"));
+    clock.advance(100 * SECOND + SECOND / 2);
+    assert_eq!(expires("k", "kept").await.as_deref(), Some("3499"), "rounded down");
+    // One that is not kept keeps its key; one that is released does not.
+    assert_eq!(expires("large", "large").await.as_deref(), Some("3600"));
+    assert_eq!(expires("refused", "refused").await, None);
+    assert_eq!(expires("sick", "sick").await, None);
+    // Without the setting there is none.
+    let app = Router::new().route("/charges", route(handler)).layer(layer(&store));
+    let server = serve(app).await;
+    let reply = wire.ask(&server, charge("k").body("kept")).await;
+    assert_eq!((reply.is_replay(), reply.field("x-expires")), (true, None));
+    idle(&once).await;
+}
