@@ -115,10 +115,13 @@ mod imp {
         http::{attempt::Caller, problem::Problem},
     };
 
+    #[cfg(feature = "tracing")]
+    const TARGET: &str = "oncekey";
+
     /// A request passed because no endpoint was known (R2).
     pub(crate) fn unclaimed() {
         #[cfg(feature = "tracing")]
-        tracing::debug!("no endpoint: the request passes unclaimed");
+        tracing::debug!(target: TARGET, "no endpoint: the request passes unclaimed");
         #[cfg(feature = "metrics")]
         metrics::counter!("oncekey_unclaimed_total").increment(1);
     }
@@ -126,7 +129,7 @@ mod imp {
     /// An attempt that its head has ended.
     pub(crate) fn refused(endpoint: &str, problem: Problem) {
         #[cfg(feature = "tracing")]
-        tracing::debug!(endpoint, outcome = problem.slug(), "attempt ended");
+        tracing::debug!(target: TARGET, endpoint, outcome = problem.slug(), "attempt ended");
         #[cfg(feature = "metrics")]
         attempts(endpoint, problem.slug());
     }
@@ -159,6 +162,7 @@ mod imp {
         pub(crate) fn new(caller: &Arc<Caller>) -> Self {
             #[cfg(feature = "tracing")]
             let span = tracing::debug_span!(
+                target: TARGET,
                 "attempt",
                 endpoint = caller.endpoint,
                 outcome = tracing::field::Empty,
@@ -256,9 +260,9 @@ mod imp {
                 // Whoever wants to know of double runs and of work that nobody knows the end of
                 // finds them without the rest.
                 if matches!(ending, Ending::Lost | Ending::Panicked | Ending::CutOff) {
-                    tracing::warn!(parent: &self.span, endpoint, outcome, "attempt ended");
+                    tracing::warn!(target: TARGET, parent: &self.span, endpoint, outcome, "attempt ended");
                 } else {
-                    tracing::debug!(parent: &self.span, endpoint, outcome, "attempt ended");
+                    tracing::debug!(target: TARGET, parent: &self.span, endpoint, outcome, "attempt ended");
                 }
             }
             #[cfg(feature = "metrics")]
