@@ -6,18 +6,15 @@
 #![cfg(feature = "axum")]
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
-#![allow(unsafe_code, reason = "an allocator that counts is unsafe by its trait")]
 
 #[path = "common/mod.rs"]
 mod common;
+#[path = "common/counting.rs"]
+mod counting;
 #[path = "common/http.rs"]
 mod sockets;
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-    convert::Infallible,
-};
+use std::convert::Infallible;
 
 use axum::{Router, body::Body, http::header, response::IntoResponse, routing::post as route};
 use bytes::Bytes;
@@ -27,65 +24,11 @@ use oncekey::{Store, http::IdempotencyLayer};
 
 use crate::{
     common::{LONG, watchdog},
+    counting::Since,
     sockets::{Client, Gate, ask, asking, connect_h2, post, serve, until},
 };
 
 const MIB: usize = 1 << 20;
-
-struct Counting;
-
-thread_local! {
-    static LIVE: Cell<isize> = const { Cell::new(0) };
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-fn count(bytes: isize) {
-    // A thread that ends frees after its locals are gone; nobody asks for its count then.
-    let _ = LIVE.try_with(|live| {
-        live.set(live.get() + bytes);
-        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(live.get())));
-    });
-}
-
-fn size(layout: Layout) -> isize {
-    isize::try_from(layout.size()).unwrap_or(isize::MAX)
-}
-
-// SAFETY: every call goes to the system's allocator as it is; counting allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(size(layout));
-        // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        count(-size(layout));
-        // SAFETY: as above; `pointer` came from `System`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Live bytes of this thread since some point.
-struct Since(isize);
-
-impl Since {
-    fn now() -> Self {
-        PEAK.set(LIVE.get());
-        Self(LIVE.get())
-    }
-
-    fn bytes(&self) -> usize {
-        usize::try_from(LIVE.get() - self.0).unwrap_or(0)
-    }
-
-    fn peak(&self) -> usize {
-        usize::try_from(PEAK.get() - self.0).unwrap_or(0)
-    }
-}
 
 fn layer() -> IdempotencyLayer {
     IdempotencyLayer::single_tenant(Store::builder().build().unwrap())

@@ -22,7 +22,7 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, BufReader},
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
     sync::Semaphore,
     task::JoinHandle,
 };
@@ -99,6 +99,14 @@ pub async fn serve(app: Router) -> Server {
     serve_service(app.into_service()).await
 }
 
+/// A free port, with room for a storm of connections that are not accepted yet: beyond it some
+/// kernels reset those that come.
+fn listen() -> TcpListener {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    socket.listen(4096).unwrap()
+}
+
 /// Serves any service that may be shared by connections. An error that it returns shows as a 502
 /// with the body `inner`.
 pub async fn serve_service<S, R>(service: S) -> Server
@@ -108,12 +116,14 @@ where
     S::Error: Send,
     R: IntoResponse + Send + 'static,
 {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let listener = listen();
     let address = listener.local_addr().unwrap();
     let accepting = tokio::spawn(async move {
         let mut connections = tokio::task::JoinSet::new();
         loop {
             let (stream, _) = listener.accept().await.unwrap();
+            // Those that have ended take memory until somebody asks.
+            while connections.try_join_next().is_some() {}
             stream.set_nodelay(true).unwrap();
             let service = service.clone();
             let service = tower::service_fn(move |request: http::Request<Incoming>| {
