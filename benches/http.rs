@@ -1,0 +1,289 @@
+//! What the layer costs against the bare axum route: `cargo bench --features axum --bench http`.
+//!
+//! Small JSON over keep-alive connections on the loopback. The server has one thread, the client
+//! another; the client writes prepared bytes and reads answers whose length it knows, so that it
+//! is the server that is measured. Arms take turns in slices of a fifth of a second, in an order
+//! that changes with each round; each is compared with the bare route of the same round, and the
+//! median of these ratios is told. What a store keeps is let go between slices, outside of the time.
+//!
+//! ```text
+//! bare      the route alone; it gets the same bytes, key included
+//! layer     each request with a key of its own: claimed, run, kept
+//! replay    keys that are there: answered without the handler
+//! sha-256   bare, and the fingerprint of the request
+//! task      bare, with the handler in a task of its own
+//! body      bare, with request and response body copied into buffers of their own
+//! ```
+//!
+//! The last three are the parts of the layer that cannot be had for nothing, one by one. `--quick`
+//! makes few rounds. `--instructions ARM REQUESTS` serves so many requests without a socket, for
+//! `.ci/instructions`, which counts them.
+#![allow(missing_docs, reason = "a program")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
+
+use std::{
+    io::{Read, Write},
+    net::{SocketAddr, TcpStream},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use axum::{
+    Router,
+    body::{Body, Bytes},
+    extract::Request,
+    http::{StatusCode, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::post,
+};
+use http_body_util::BodyExt;
+use oncekey::{Fingerprint, ManualClock, Store, Sweep, http::IdempotencyLayer};
+use tower::ServiceExt;
+
+const ARMS: [&str; 6] = ["bare", "layer", "replay", "sha-256", "task", "body"];
+const CONNECTIONS: usize = 16;
+const SLICE: Duration = Duration::from_millis(200);
+const RETENTION: Duration = Duration::from_secs(600);
+/// Keys that are there for replays: as many as fit a cache, as those of clients that retry do.
+const KEPT: u64 = 1_024;
+
+const JSON: &str =
+    r#"{"amount_cents":1200,"currency":"eur","customer":"cus_8f41","note":"two of the blue ones"}"#;
+
+/// The work: it reads the JSON and answers with some.
+async fn charge(body: Bytes) -> impl IntoResponse {
+    let order: serde_json::Value = serde_json::from_slice(&body).unwrap();
+    let amount = order["amount_cents"].as_u64().unwrap();
+    let answer = format!(r#"{{"id":"ch_000000000042","amount_cents":{amount},"status":"done"}}"#);
+    let fields = [(header::CONTENT_TYPE, "application/json"), (header::LOCATION, "/charges/42")];
+    (StatusCode::CREATED, fields, answer)
+}
+
+fn app(arm: &str, store: &Store) -> Router {
+    let bare = Router::new().route("/charges", post(charge));
+    let app = match arm {
+        "bare" => bare,
+        "layer" | "replay" => bare.layer(IdempotencyLayer::single_tenant(store.clone())),
+        "sha-256" => bare.layer(middleware::from_fn(hashed)),
+        "task" => bare.layer(middleware::from_fn(in_a_task)),
+        "body" => bare.layer(middleware::from_fn(copied)),
+        other => panic!("no arm {other}: one of {ARMS:?}"),
+    };
+    app.with_state(())
+}
+
+async fn hashed(request: Request, next: Next) -> Response {
+    // The body is not taken apart for it: that is another arm.
+    let path = request.uri().path().to_owned();
+    std::hint::black_box(Fingerprint::request("POST", &path, JSON.as_bytes()));
+    next.run(request).await
+}
+
+async fn in_a_task(request: Request, next: Next) -> Response {
+    tokio::spawn(next.run(request)).await.unwrap()
+}
+
+async fn copied(request: Request, next: Next) -> Response {
+    let (head, body) = request.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    let request = Request::from_parts(head, Body::from(body.to_vec()));
+    let (head, body) = next.run(request).await.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    Response::from_parts(head, Body::from(body.to_vec()))
+}
+
+/// What an arm is measured with.
+struct Arm {
+    name: &'static str,
+    store: Store,
+    clock: ManualClock,
+    next_key: u64,
+    connections: Vec<TcpStream>,
+    /// Cpu of the server's thread.
+    cpu: Arc<Mutex<Cpu>>,
+}
+
+/// Asks a thread how much cpu it has used: only it knows.
+type Cpu = std::sync::mpsc::Sender<std::sync::mpsc::Sender<Duration>>;
+
+impl Arm {
+    fn new(name: &'static str) -> Self {
+        let (store, clock) = store();
+        let (address, cpu) = serve(app(name, &store));
+        let connect = |_| {
+            let stream = TcpStream::connect(address).unwrap();
+            stream.set_nodelay(true).unwrap();
+            stream
+        };
+        let connections = (0..CONNECTIONS).map(connect).collect();
+        let cpu = Arc::new(Mutex::new(cpu));
+        let mut arm = Self { name, store, clock, next_key: 0, connections, cpu };
+        while arm.next_key < KEPT {
+            arm.turn();
+        }
+        arm
+    }
+
+    /// One request on each connection, and the answers.
+    fn turn(&mut self) {
+        for connection in &mut self.connections {
+            let key = if self.name == "replay" { self.next_key % KEPT } else { self.next_key };
+            self.next_key += 1;
+            connection.write_all(&bytes_of(key)).unwrap();
+        }
+        let mut answer = [0; 2_048];
+        for connection in &mut self.connections {
+            let mut len = 0;
+            loop {
+                len += connection.read(&mut answer[len..]).unwrap();
+                if answer[..len].ends_with(br#""status":"done"}"#) {
+                    break;
+                }
+            }
+            assert!(answer.starts_with(b"HTTP/1.1 201"), "{}", String::from_utf8_lossy(&answer));
+        }
+    }
+
+    fn server_cpu(&self) -> Duration {
+        let (tell, told) = std::sync::mpsc::channel();
+        self.cpu.lock().unwrap().send(tell).unwrap();
+        told.recv().unwrap()
+    }
+
+    /// Requests a second, and nanoseconds of the server's cpu for each.
+    fn slice(&mut self) -> (f64, f64) {
+        let (cpu, start, before) = (self.server_cpu(), Instant::now(), self.next_key);
+        while start.elapsed() < SLICE {
+            self.turn();
+        }
+        let (time, requests) = (start.elapsed(), (self.next_key - before) as f64);
+        let cpu = self.server_cpu() - cpu;
+        if self.name != "replay" {
+            self.clock.advance(2 * RETENTION);
+            self.store.sweep();
+        }
+        (requests / time.as_secs_f64(), cpu.as_nanos() as f64 / requests)
+    }
+}
+
+fn store() -> (Store, ManualClock) {
+    let clock = ManualClock::new();
+    let builder = Store::builder().retention(RETENTION).sweep(Sweep::Manual).clock(clock.clone());
+    (builder.max_keys(1 << 24).max_bytes(8 << 30).build().unwrap(), clock)
+}
+
+fn bytes_of(key: u64) -> Vec<u8> {
+    let len = JSON.len();
+    format!(
+        "POST /charges HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n\
+         Idempotency-Key: {key:016x}-0000-0000-0000\r\nContent-Length: {len}\r\n\r\n{JSON}"
+    )
+    .into_bytes()
+}
+
+/// A server on a thread of its own.
+fn serve(app: Router) -> (SocketAddr, Cpu) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap();
+    let (cpu, asked) = std::sync::mpsc::channel::<std::sync::mpsc::Sender<Duration>>();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async move {
+            let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+            let listener = axum::serve::ListenerExt::tap_io(listener, |io| {
+                let _ = io.set_nodelay(true);
+            });
+            tokio::spawn(async { axum::serve(listener, app).await });
+            // Between slices the server has nothing to do, so a timer that ends late costs nothing.
+            loop {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                while let Ok(tell) = asked.try_recv() {
+                    let _ = tell.send(thread_cpu());
+                }
+            }
+        });
+    });
+    (address, cpu)
+}
+
+#[cfg(target_os = "linux")]
+fn thread_cpu() -> Duration {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn thread_cpu() -> Duration {
+    Duration::ZERO
+}
+
+fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers[numbers.len() / 2]
+}
+
+fn compare(rounds: usize) {
+    let mut arms = ARMS.map(Arm::new);
+    let mut seen: [Vec<(f64, f64)>; ARMS.len()] = Default::default();
+    for round in 0..rounds {
+        for nth in 0..ARMS.len() {
+            // Neighbours change, so that none always comes behind the same.
+            let nth = (nth * [1, 5][round % 2] + round / 2) % ARMS.len();
+            seen[nth].push(arms[nth].slice());
+        }
+    }
+    println!("{rounds} rounds of {} ms, {CONNECTIONS} connections, medians", SLICE.as_millis());
+    println!(
+        "{:<8} {:>12} {:>14} {:>16} {:>12}",
+        "arm", "requests/s", "of bare", "server ns each", "added ns"
+    );
+    let bare = seen[0].clone();
+    for (name, seen) in ARMS.iter().zip(&seen) {
+        let rate = median(seen.iter().map(|(rate, _)| *rate).collect());
+        let ratio = seen.iter().zip(&bare).map(|(arm, bare)| arm.0 / bare.0).collect();
+        let cpu = median(seen.iter().map(|(_, cpu)| *cpu).collect());
+        let added = seen.iter().zip(&bare).map(|(arm, bare)| arm.1 - bare.1).collect();
+        println!(
+            "{name:<8} {rate:>12.0} {:>12.1} % {cpu:>16.0} {:>12.0}",
+            100.0 * median(ratio),
+            median(added)
+        );
+    }
+}
+
+/// Serves so many requests without sockets: what is counted is the service alone.
+fn instructions(arm: &str, requests: u64) {
+    let (store, _clock) = store();
+    let app = app(arm, &store);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        for n in 0..requests {
+            let key = if arm == "replay" { n % 8 } else { n };
+            let request = Request::post("/charges")
+                .header(header::CONTENT_TYPE, "application/json")
+                .header(header::CONTENT_LENGTH, JSON.len())
+                .header("idempotency-key", format!("{key:016x}-0000-0000-0000"))
+                .body(Body::from(JSON))
+                .unwrap();
+            let response = app.clone().oneshot(request).await.unwrap();
+            assert_eq!(response.status(), 201);
+            std::hint::black_box(response.into_body().collect().await.unwrap());
+        }
+    });
+}
+
+fn main() {
+    let arguments: Vec<_> = std::env::args().skip(1).filter(|it| it != "--bench").collect();
+    match &arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [] => compare(60),
+        ["--quick"] => compare(5),
+        ["--instructions", arm, requests] => instructions(arm, requests.parse().unwrap()),
+        // As `cargo test --benches` calls it.
+        ["--test"] => compare(1),
+        _ => {
+            eprintln!("usage: http [--quick | --instructions ARM REQUESTS]");
+            std::process::exit(2);
+        }
+    }
+}
