@@ -177,3 +177,30 @@ async fn case_065_a_kept_outcome_does_not_hold_on_to_a_larger_buffer() {
     // The store's own count, and tables that grew.
     assert!(since.bytes() < 400 * 1024, "{} bytes", since.bytes());
 }
+
+/// Clients that ask for what is there and do not read it: each holds its connection, and all of
+/// them together hold the stored bytes once.
+#[tokio::test]
+async fn case_060_slow_readers_of_a_replay_share_its_bytes() {
+    let _watchdog = watchdog();
+    let once = layer().max_response(8 * MIB);
+    let handler = || async { vec![b'x'; 8 * MIB] };
+    let server = serve(Router::new().route("/charges", route(handler)).layer(once.clone())).await;
+    assert_eq!(ask(&server, post("/charges", "k", "{}")).await.body.len(), 8 * MIB);
+    let (since, mut slow) = (Since::now(), Vec::new());
+    for _ in 0..40 {
+        let mut client = Client::connect(&server).await;
+        client.send(post("/charges", "k", "{}")).await;
+        let head = client.head().await;
+        assert_eq!((head.status, head.is_replay()), (200, true));
+        slow.push(client);
+    }
+    assert!(since.bytes() < 8 * MIB, "{} bytes for those who do not read", since.bytes());
+    assert_eq!((once.stats().tasks, once.store().stats().in_flight), (0, 0), "nobody is at work");
+    // Others are not kept from it, and it is whole for those who read on, though it was forgotten.
+    assert!(ask(&server, post("/charges", "k", "{}")).await.is_replay());
+    let id = oncekey::Identity::new("", "POST /charges", "k").unwrap();
+    assert_eq!(once.store().forget(&id), Ok(true));
+    let mut last = slow.pop().unwrap();
+    assert!(last.bytes(8 * MIB).await.iter().all(|&byte| byte == b'x'));
+}

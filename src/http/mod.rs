@@ -91,6 +91,17 @@
 //! too large or a stream is handed to the first client as it comes; if that client leaves, the body
 //! is dropped, and the identity stays "not kept" (R20).
 //!
+//! # What one account may do
+//!
+//! Nothing limits a single account unless you say so: the store its live keys
+//! ([`max_keys_per_account`](crate::StoreBuilder::max_keys_per_account)), the layer its owners,
+//! waiters and body bytes ([`max_tasks_per_account`](IdempotencyLayer::max_tasks_per_account) and
+//! those beside it). Set them where accounts are strangers to each other.
+//!
+//! A client that reads a replay slowly holds no more than its connection and a share of the stored
+//! bytes, which live on after the record until it is done: limit how long a response may take to
+//! be written where your server is built.
+//!
 //! # Stopping
 //!
 //! First stop accepting connections, then [`Store::drain`](crate::Store::drain) and wait for it:
@@ -108,6 +119,7 @@ mod future;
 mod intake;
 mod json;
 mod layer;
+mod look_up;
 mod owner;
 mod policy;
 mod prefer;
@@ -126,6 +138,7 @@ pub use self::{
     fingerprinting::Fingerprinting,
     future::ResponseFuture,
     layer::{HttpStats, IdempotencyLayer},
+    look_up::LookUp,
     policy::{Policy, StatusTable},
     problem::Problem,
     sealing::Sealing,

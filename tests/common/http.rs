@@ -300,6 +300,13 @@ impl Client {
         Some(chunk)
     }
 
+    /// Reads so many bytes.
+    pub async fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.stream.read_exact(&mut bytes).await.unwrap();
+        bytes
+    }
+
     /// Reads an interim response of this line.
     pub async fn expect_line(&mut self, line: &str) {
         assert_eq!(self.line().await.as_deref(), Some(line.as_bytes()));

@@ -5,14 +5,18 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::SeqCst},
 };
 
-use axum::{Router, body::Body, http::HeaderName, http::StatusCode, routing::post as route};
+use axum::{
+    Router, body::Body, http::HeaderName, http::StatusCode, middleware, routing::get_service,
+    routing::post as route,
+};
 use oncekey::{
     Claim, Fingerprint, Identity, ManualClock, Outcome, Resolution, Store, Sweep, http::Sealing,
 };
 
 use crate::{
+    authenticate,
     common::{HOUR, SECOND},
-    counting, gated, idle, layer,
+    counting, gated, idle, layer, of_account,
     sockets::{Gate, Runs, serve, until},
     store,
     wire::{Wire, assert_replay, charge},
@@ -24,6 +28,7 @@ over_both! {
     r16_what_cannot_be_sealed_or_opened_is_told_as_not_kept,
     r16_rights_withdrawn_since_veto_a_replay,
     r22_a_field_tells_when_the_key_ends,
+    r03_a_client_may_look_up_what_became_of_its_own_key,
 }
 
 /// A stand-in for a cipher: every byte turned over with bytes that depend on the identity. The
@@ -247,5 +252,54 @@ async fn r22_a_field_tells_when_the_key_ends(wire: Wire) {
     let server = serve(app).await;
     let reply = wire.ask(&server, charge("k").body("kept")).await;
     assert_eq!((reply.is_replay(), reply.field("x-expires")), (true, None));
+    idle(&once).await;
+}
+
+async fn r03_a_client_may_look_up_what_became_of_its_own_key(wire: Wire) {
+    let clock = ManualClock::new();
+    let store = Store::builder().clock(clock.clone()).sweep(Sweep::Manual).build().unwrap();
+    let once = of_account(&store);
+    let gate = Gate::new();
+    let app = secrets(&gate)
+        .layer(once.clone())
+        .route("/attempt", get_service(once.look_up("POST /charges")))
+        .layer(middleware::from_fn(authenticate));
+    let server = serve(app).await;
+    let look = async |account: &str, key: &str| {
+        let call = charge(key).at("/attempt").method(http::Method::GET).body("");
+        wire.ask(&server, call.field("Authorization", account)).await
+    };
+    assert_eq!(look("alice", "k").await.status, 404);
+    let first = wire.asking(&server, charge("k").field("Authorization", "alice")).await;
+    gate.entered().await;
+    clock.advance(5 * SECOND);
+    let told = look("alice", "k").await;
+    assert_eq!(told.field("cache-control"), Some("no-store"));
+    let told: serde_json::Value = serde_json::from_slice(&told.body).unwrap();
+    assert_eq!((&told["state"], &told["age_seconds"]), (&"in-flight".into(), &5.into()));
+    gate.open();
+    assert_eq!(first.await.unwrap().status, 201);
+    clock.advance(HOUR);
+    let told = look("alice", "k").await;
+    assert_eq!(
+        told.text(),
+        r#"{"state":"completed","age_seconds":3600,"remaining_seconds":82800}"#
+    );
+    let theirs = Identity::new("alice", "POST /charges", "held").unwrap();
+    match store.claim(&theirs, Fingerprint::request("POST", "/charges", b"")).unwrap() {
+        Claim::Won(permit) => permit.hold().unwrap(),
+        other => panic!("{other:?}"),
+    }
+    assert!(look("alice", "\"held\"").await.text().contains(r#""state":"held""#));
+    // Nobody else is told that there is anything.
+    let (mut theirs, mut none) = (look("mallory", "k").await, look("mallory", "none").await);
+    for reply in [&mut theirs, &mut none] {
+        reply.fields.retain(|(name, _)| name != "date");
+    }
+    assert_eq!((theirs.status, &theirs), (404, &none));
+    assert_eq!(look("alice", "bad key").await.problem(), "key-invalid");
+    let nobody = charge("k").at("/attempt").method(http::Method::GET).body("");
+    assert_eq!(wire.ask(&server, nobody).await.problem(), "account-unknown");
+    assert_eq!(store.stats().keys, 2);
     idle(&once).await;
 }

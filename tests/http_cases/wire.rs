@@ -100,6 +100,12 @@ impl Call {
         self.field(name, value)
     }
 
+    /// To another path.
+    pub fn at(mut self, path: &str) -> Self {
+        self.path = path.to_owned();
+        self
+    }
+
     pub fn method(mut self, method: Method) -> Self {
         self.method = method;
         self
