@@ -73,10 +73,13 @@ fn words(cell: &str) -> BTreeSet<String> {
     cell.split(", ").filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
-/// What was said, by target `oncekey`: kind, name, level, fields. And where a handler's line stood.
+/// Kind, name, level, fields.
+type Name = (&'static str, String, String, BTreeSet<String>);
+
+/// What was said, by target `oncekey`. And where a handler's line stood.
 #[derive(Clone, Default)]
 struct Said {
-    names: Arc<Mutex<BTreeSet<(&'static str, String, String, BTreeSet<String>)>>>,
+    names: Arc<Mutex<BTreeSet<Name>>>,
     scopes: Arc<Mutex<BTreeSet<String>>>,
     text: Arc<Mutex<Vec<u8>>>,
 }

@@ -219,7 +219,8 @@ async fn r04_bodies_that_can_be_read_in_two_ways_are_read_in_one() {
         let head = format!("POST /charges HTTP/1.1\r\nHost: test\r\nIdempotency-Key: k{nth}\r\n");
         let bytes = format!("{head}{framing}\r\n{body}");
         let told = say(&server, bytes.as_bytes()).await;
-        for (key, body) in std::mem::take(&mut *seen.lock().unwrap()) {
+        let seen = std::mem::take(&mut *seen.lock().unwrap());
+        for (key, body) in seen {
             assert_eq!(key, format!("k{nth}"), "{framing:?}: {told}");
             // A retry of what was read is a replay: that is what was claimed.
             let again = format!("{head}Content-Length: {}\r\n\r\n", body.len());
