@@ -6,12 +6,14 @@
 //!    which sent `Expect: 100-continue` is not told to go on for nothing.
 //! 2. A byte that is buffered is charged to the [`Budget`] before its room is allocated, and until
 //!    the last holder of the buffer, which may be the handler, has dropped it.
-//! 3. A duplicate that waits gives its own copy up for an equal one that is listed in [`Bodies`].
+//! 3. A body that was refused is not cut off at once ([`linger`]): a client, or a proxy, that is still
+//!    writing would meet a closed connection, and most never read the answer that came before.
+//! 4. A duplicate that waits gives its own copy up for an equal one that is listed in [`Bodies`].
 //!    The list holds its entries weakly: it never keeps a body alive.
 
 use std::{
     collections::HashMap,
-    pin::pin,
+    pin::Pin,
     sync::{
         Arc, Weak,
         atomic::{AtomicUsize, Ordering},
@@ -20,7 +22,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderMap, header};
+use http::{HeaderMap, Version, header, request::Parts};
 use http_body::Body;
 use http_body_util::{BodyExt, LengthLimitError};
 use parking_lot::Mutex;
@@ -153,7 +155,7 @@ pub(crate) fn is_announced_too_large<B: Body>(headers: &HeaderMap, body: &B, max
 
 /// Reads the body to its end.
 pub(crate) async fn read<B>(
-    body: B,
+    body: Pin<&mut B>,
     max: usize,
     limit: Duration,
     charge: Charge,
@@ -169,13 +171,16 @@ where
     tokio::time::timeout(limit, read_all(body, max, charge)).await.unwrap_or(Err(Refused::TooSlow))
 }
 
-async fn read_all<B>(body: B, max: usize, mut charge: Charge) -> Result<Received, Refused>
+async fn read_all<B>(
+    mut body: Pin<&mut B>,
+    max: usize,
+    mut charge: Charge,
+) -> Result<Received, Refused>
 where
     B: Body<Data = Bytes>,
     B::Error: Into<BoxError>,
 {
     let announced = body.size_hint().exact().and_then(|size| usize::try_from(size).ok());
-    let mut body = pin!(body);
     let mut bytes = Vec::new();
     let mut trailers = None;
     while let Some(frame) = body.frame().await {
@@ -200,6 +205,36 @@ where
     let bytes = bytes.into_boxed_slice();
     charge.shrink_to(bytes.len());
     Ok(Received { bytes: BodyBytes(Arc::new(Buffer { bytes, _charge: charge })), trailers })
+}
+
+/// Reads on, for nobody, what is still coming of a body that was refused: `max` bytes at most, for as
+/// long as a body may take, while the answer is on its way (RFC 9112, 9.6).
+///
+/// HTTP/2 needs none of this, where an answer does not end the connection. A client that asks before
+/// it sends is not told to.
+pub(crate) fn linger<B>(parts: &Parts, body: Pin<Box<B>>, max: usize, limit: Duration)
+where
+    B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+{
+    let is_over = body.is_end_stream()
+        || parts.version >= Version::HTTP_2
+        || parts.headers.contains_key(header::EXPECT)
+        || body.size_hint().lower() > max as u64;
+    if let (false, Ok(runtime)) = (is_over, tokio::runtime::Handle::try_current()) {
+        let mut body = body;
+        let reading = async move {
+            let mut left = max;
+            while let Some(Ok(frame)) = body.frame().await {
+                let len = frame.data_ref().map_or(0, Bytes::len);
+                match left.checked_sub(len) {
+                    Some(rest) => left = rest,
+                    None => break,
+                }
+            }
+        };
+        drop(runtime.spawn(tokio::time::timeout(limit, reading)));
+    }
 }
 
 /// How much room to make for `len` bytes: doubling, as a vector would, or what was announced. That
@@ -266,6 +301,8 @@ impl Drop for Listed {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
     use http_body::Frame;
     use http_body_util::{Full, Limited, StreamBody};
 
@@ -291,14 +328,14 @@ mod tests {
         let budget = budget(1_000_000);
         for (max, fits) in [(5, false), (6, true), (7, true)] {
             let body = chunks(&[b"abc", b"", b"def"]);
-            let read = read(body, max, LONG, charge(&budget)).await;
+            let read = read(pin!(body), max, LONG, charge(&budget)).await;
             assert_eq!(read.is_ok(), fits);
             if let Ok(read) = read {
                 assert_eq!(read.bytes.as_ref(), b"abcdef");
             }
             assert_eq!(budget.used(), 0);
         }
-        let read = read(Full::new(Bytes::new()), 0, LONG, charge(&budget)).await.unwrap();
+        let read = read(pin!(Full::new(Bytes::new())), 0, LONG, charge(&budget)).await.unwrap();
         assert!(read.bytes.as_ref().is_empty());
     }
 
@@ -306,11 +343,13 @@ mod tests {
     async fn r19_all_buffered_bytes_are_charged_until_the_last_holder_drops_them() {
         let budget = budget(100_000);
         let first =
-            read(Full::new(Bytes::from(vec![1; 60_000])), 1 << 20, LONG, charge(&budget)).await;
+            read(pin!(Full::new(Bytes::from(vec![1; 60_000]))), 1 << 20, LONG, charge(&budget))
+                .await;
         let first = first.unwrap();
         assert_eq!(budget.used(), 60_000);
         let second =
-            read(Full::new(Bytes::from(vec![1; 40_001])), 1 << 20, LONG, charge(&budget)).await;
+            read(pin!(Full::new(Bytes::from(vec![1; 40_001]))), 1 << 20, LONG, charge(&budget))
+                .await;
         assert_eq!(second.err(), Some(Refused::NoRoom));
         let of_handler = first.bytes.to_bytes().slice(..1);
         drop(first);
@@ -318,7 +357,8 @@ mod tests {
         drop(of_handler);
         assert_eq!(budget.used(), 0);
         let whole =
-            read(Full::new(Bytes::from(vec![1; 100_000])), 1 << 20, LONG, charge(&budget)).await;
+            read(pin!(Full::new(Bytes::from(vec![1; 100_000]))), 1 << 20, LONG, charge(&budget))
+                .await;
         assert!(whole.is_ok(), "a body of known size takes no more than its size");
     }
 
@@ -327,13 +367,16 @@ mod tests {
         let budget = budget(1_000_000);
         let frames = [Ok(Frame::data(Bytes::from_static(b"abc"))), Err(BoxError::from("cut"))];
         let cut = StreamBody::new(futures_util::stream::iter(frames));
-        assert_eq!(read(cut, 9, LONG, charge(&budget)).await.err(), Some(Refused::Broken));
+        assert_eq!(read(pin!(cut), 9, LONG, charge(&budget)).await.err(), Some(Refused::Broken));
 
         let outer = Limited::new(chunks(&[b"abcdef"]), 5);
-        assert_eq!(read(outer, 9, LONG, charge(&budget)).await.err(), Some(Refused::TooLarge));
+        assert_eq!(
+            read(pin!(outer), 9, LONG, charge(&budget)).await.err(),
+            Some(Refused::TooLarge)
+        );
 
         let endless = StreamBody::new(futures_util::stream::pending::<Result<_, BoxError>>());
-        let slow = read(endless, 9, Duration::from_millis(1), charge(&budget)).await;
+        let slow = read(pin!(endless), 9, Duration::from_millis(1), charge(&budget)).await;
         assert_eq!(slow.err(), Some(Refused::TooSlow));
         assert_eq!(budget.used(), 0);
     }
@@ -341,7 +384,7 @@ mod tests {
     #[tokio::test]
     async fn r19_equal_bodies_are_shared_while_one_is_listed() {
         let budget = budget(1_000_000);
-        let body = || read(chunks(&[b"abc"]), 9, LONG, charge(&budget));
+        let body = || async { read(pin!(chunks(&[b"abc"])), 9, LONG, charge(&budget)).await };
         let (first, second) = (body().await.unwrap().bytes, body().await.unwrap().bytes);
         let bodies = Arc::new(Bodies::default());
         assert!(bodies.find(&[7; 32]).is_none());

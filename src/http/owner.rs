@@ -59,11 +59,18 @@ where
     let caps = Arc::clone(&asked.config.caps);
     let policy = &asked.policy;
     let charge = Charge::new(&caps.budget, caps.share(&asked.caller, Of::Buffered));
-    let read = intake::read(body, policy.max_request, policy.read_limit, charge).await;
-    let mut received = match read {
+    let mut body = Box::pin(body);
+    let (max, limit) = (policy.max_request, policy.read_limit);
+    let mut received = match intake::read(body.as_mut(), max, limit, charge).await {
         Ok(received) => received,
-        Err(refused) => return Ok(not_received(&asked, refused)),
+        Err(refused) => {
+            if matches!(refused, Refused::TooLarge | Refused::NoRoom) {
+                intake::linger(&parts, body, max, limit);
+            }
+            return Ok(not_received(&asked, refused));
+        }
     };
+    drop(body);
     let fingerprint = asked.fingerprint(&parts, &received);
     let mut listed = None;
     let mut seat = caps.share(&asked.caller, Of::Waiters);

@@ -81,6 +81,7 @@ where
         match admit(&self.config, &parts) {
             Admission::Pass => pass(Request::from_parts(parts, body)),
             Admission::Refuse { problem, policy, detail } => {
+                intake::linger(&parts, Box::pin(body), policy.max_request, policy.read_limit);
                 let detail = detail.as_deref().unwrap_or(problem.detail());
                 let answer = problem.answer_with(&policy.problem_base, detail, None);
                 ResponseFuture::answer(answer)
@@ -88,6 +89,9 @@ where
             Admission::Enter { policy, caller } => {
                 if intake::is_announced_too_large(&parts.headers, &body, policy.max_request) {
                     watch::refused(&caller.endpoint, Problem::RequestTooLarge);
+                    // As much again as is allowed.
+                    let max = policy.max_request.saturating_mul(2);
+                    intake::linger(&parts, Box::pin(body), max, policy.read_limit);
                     let answer = Problem::RequestTooLarge.answer(&policy.problem_base);
                     return ResponseFuture::answer(answer);
                 }

@@ -3,6 +3,9 @@
 #![allow(dead_code, reason = "each test program uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is for tests")]
 
+#[path = "nginx.rs"]
+pub mod nginx;
+
 use std::{
     convert::Infallible,
     net::SocketAddr,
@@ -27,6 +30,8 @@ use tokio::{
     task::JoinHandle,
 };
 use tower::{Service, ServiceExt as _};
+
+use self::nginx::Nginx;
 
 /// Waits until something that has no event of its own has come to be. Not a guess at how long it
 /// takes: only the watchdog ends it.
@@ -83,12 +88,35 @@ impl Gate {
 /// A server that stops, with all its connections, when dropped. Owners' tasks go on.
 pub struct Server {
     pub address: SocketAddr,
-    accepting: JoinHandle<()>,
+    /// What its clients connect to, if not to the server itself.
+    pub nginx: Option<Nginx>,
+    accepting: [JoinHandle<()>; 2],
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.accepting.abort();
+        self.accepting.iter().for_each(JoinHandle::abort);
+    }
+}
+
+impl Server {
+    /// Where a client of HTTP/1.1 connects.
+    pub fn http1(&self) -> SocketAddr {
+        self.nginx.as_ref().map_or(self.address, |nginx| nginx.buffering.http1)
+    }
+
+    /// Where a client of HTTP/2 connects.
+    pub fn http2(&self) -> SocketAddr {
+        self.nginx.as_ref().map_or(self.address, |nginx| nginx.buffering.http2)
+    }
+
+    pub fn is_proxied(&self) -> bool {
+        self.nginx.is_some()
+    }
+
+    /// Breaks off all connections to the first of the two ports, as if its process had died.
+    pub fn break_off(&self) {
+        self.accepting[0].abort();
     }
 }
 
@@ -116,34 +144,44 @@ where
     S::Error: Send,
     R: IntoResponse + Send + 'static,
 {
-    let listener = listen();
-    let address = listener.local_addr().unwrap();
-    let accepting = tokio::spawn(async move {
-        let mut connections = tokio::task::JoinSet::new();
-        loop {
-            let (stream, _) = listener.accept().await.unwrap();
-            // Those that have ended take memory until somebody asks.
-            while connections.try_join_next().is_some() {}
-            stream.set_nodelay(true).unwrap();
-            let service = service.clone();
-            let service = tower::service_fn(move |request: http::Request<Incoming>| {
-                let response = service.clone().oneshot(request);
-                async move {
-                    Ok::<_, Infallible>(match response.await {
-                        Ok(response) => response.into_response(),
-                        Err(_) => (http::StatusCode::BAD_GATEWAY, "inner").into_response(),
-                    })
-                }
-            });
-            connections.spawn(async move {
-                let builder = auto::Builder::new(TokioExecutor::new());
-                let service = TowerToHyperService::new(service);
-                // A client that goes away is an error here, and what many tests are about.
-                let _ = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await;
-            });
-        }
-    });
-    Server { address, accepting }
+    // Two, for a proxy that asks the next one.
+    let [first, second] = [listen(), listen()];
+    let [address, other] = [&first, &second].map(|listener| listener.local_addr().unwrap());
+    let accepting =
+        [tokio::spawn(accept(first, service.clone())), tokio::spawn(accept(second, service))];
+    Server { address, nginx: Nginx::asked_for([address, other]).await, accepting }
+}
+
+async fn accept<S, R>(listener: TcpListener, service: S)
+where
+    S: Service<http::Request<Incoming>, Response = R> + Clone + Send + 'static,
+    S::Future: Send,
+    S::Error: Send,
+    R: IntoResponse + Send + 'static,
+{
+    let mut connections = tokio::task::JoinSet::new();
+    loop {
+        let (stream, _) = listener.accept().await.unwrap();
+        // Those that have ended take memory until somebody asks.
+        while connections.try_join_next().is_some() {}
+        stream.set_nodelay(true).unwrap();
+        let service = service.clone();
+        let service = tower::service_fn(move |request: http::Request<Incoming>| {
+            let response = service.clone().oneshot(request);
+            async move {
+                Ok::<_, Infallible>(match response.await {
+                    Ok(response) => response.into_response(),
+                    Err(_) => (http::StatusCode::BAD_GATEWAY, "inner").into_response(),
+                })
+            }
+        });
+        connections.spawn(async move {
+            let builder = auto::Builder::new(TokioExecutor::new());
+            let service = TowerToHyperService::new(service);
+            // A client that goes away is an error here, and what many tests are about.
+            let _ = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await;
+        });
+    }
 }
 
 /// `POST {path}` with a key and a body of known length.
@@ -217,7 +255,11 @@ impl Reply {
 
 impl Client {
     pub async fn connect(server: &Server) -> Self {
-        let stream = TcpStream::connect(server.address).await.unwrap();
+        Self::connect_to(server.http1()).await
+    }
+
+    pub async fn connect_to(address: SocketAddr) -> Self {
+        let stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
         Self { stream: BufReader::new(stream) }
     }
@@ -363,13 +405,13 @@ pub async fn ask_at(address: SocketAddr, request: impl AsRef<[u8]>) -> Reply {
 
 /// Asks in a task of its own, for a test that goes on meanwhile.
 pub fn asking(server: &Server, request: impl AsRef<[u8]>) -> JoinHandle<Reply> {
-    let (address, request) = (server.address, request.as_ref().to_vec());
+    let (address, request) = (server.http1(), request.as_ref().to_vec());
     tokio::spawn(ask_at(address, request))
 }
 
 /// A connection over HTTP/2.
 pub async fn connect_h2(server: &Server) -> hyper::client::conn::http2::SendRequest<Body> {
-    let stream = TokioIo::new(TcpStream::connect(server.address).await.unwrap());
+    let stream = TokioIo::new(TcpStream::connect(server.http2()).await.unwrap());
     let (client, connection) =
         hyper::client::conn::http2::handshake(TokioExecutor::new(), stream).await.unwrap();
     tokio::spawn(connection);

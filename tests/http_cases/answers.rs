@@ -33,7 +33,7 @@ const RELEASED: [u16; 23] = [
     428, 429, 431, 503,
 ];
 
-over_both! {
+over_all! {
     case_053_a_passing_failure_is_not_pinned_to_the_key,
     case_053_each_status_is_kept_or_released_by_the_table,
     case_053_the_table_is_a_setting,

@@ -26,7 +26,7 @@ use crate::{
     wire::{Call, Wire, assert_replay, charge},
 };
 
-over_both! {
+over_all! {
     case_060_no_content_has_no_length,
     case_058_many_and_long_lines_come_back,
     case_060_a_replay_to_head_has_no_body,

@@ -110,19 +110,22 @@ async fn many(wire: Wire, server: &Server) {
 }
 
 over_both! {
-    case_111_the_instance_that_was_made_ready_is_the_one_that_is_called,
-    case_111_a_buffer_inside_is_made_ready,
-    case_111_only_runs_take_the_inner_permit,
     case_020_a_time_out_is_kept_as_a_response_and_released_as_an_error,
-    case_111_a_replay_does_not_wait_for_the_service_inside,
-    case_111_shed_load_leaves_no_trace,
     case_011_wherever_the_service_panics_the_key_is_settled,
     case_011_a_stream_that_panics_stays_not_kept,
     case_002_a_layer_within_a_layer_claims_once,
     case_002_an_outer_layer_that_lets_pass_leaves_it_to_the_inner,
-    case_060_wherever_axum_puts_the_layer_the_endpoint_is_the_same,
     case_016_what_no_handler_takes_leaves_no_record,
     case_038_routes_that_share_a_tail_share_no_key,
+}
+
+over_all! {
+    case_111_the_instance_that_was_made_ready_is_the_one_that_is_called,
+    case_111_a_buffer_inside_is_made_ready,
+    case_111_only_runs_take_the_inner_permit,
+    case_111_a_replay_does_not_wait_for_the_service_inside,
+    case_111_shed_load_leaves_no_trace,
+    case_060_wherever_axum_puts_the_layer_the_endpoint_is_the_same,
 }
 
 async fn case_111_the_instance_that_was_made_ready_is_the_one_that_is_called(wire: Wire) {

@@ -17,6 +17,9 @@ use crate::{
 
 over_both! {
     case_038_no_account_sees_or_blocks_anothers_key,
+}
+
+over_all! {
     case_040_another_body_is_a_mismatch_and_disturbs_nothing,
     case_044_raw_bytes_are_compared_by_default,
     case_044_canonical_json_compares_what_it_says,

@@ -3,7 +3,8 @@
 //! A case that says "after 50 ms" is told here by events: while the handler is known to run, while
 //! a duplicate is known to wait, once the server is known to have seen the client leave. Where a
 //! limit must be seen to end something, it is set to next to nothing; where it must not, out of
-//! reach. Unless a case is about one protocol, it runs over HTTP/1.1 and over HTTP/2.
+//! reach. Unless a case is about one protocol, it runs over HTTP/1.1 and over HTTP/2, and many run
+//! with an nginx between client and server as well.
 #![cfg(feature = "axum")]
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
@@ -24,6 +25,7 @@ mod inner;
 mod keys;
 mod owners;
 mod pressure;
+mod proxied;
 mod replays;
 mod smuggling;
 

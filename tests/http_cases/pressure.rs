@@ -44,11 +44,14 @@ fn asked_for(runs: &Runs, gate: &Gate) -> Router {
 }
 
 over_both! {
+    case_008_an_owner_by_hand_over_outlives_its_client,
+}
+
+over_all! {
     case_116_waiting_needs_no_place_among_the_owners,
     case_116_a_waiter_takes_no_place_from_others,
     case_116_a_hand_over_finds_the_place_of_the_owner_that_gave_up,
     case_116_an_heir_without_a_place_passes_the_key_on,
-    case_008_an_owner_by_hand_over_outlives_its_client,
     case_116_more_waiters_than_allowed_are_told_at_once,
     case_114_buffered_bytes_are_given_back_on_every_way_out,
     case_114_waiters_hold_no_bytes_of_their_own,

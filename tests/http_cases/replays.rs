@@ -46,12 +46,15 @@ fn delicate() -> HeaderMap {
 }
 
 over_both! {
+    case_060_trailers_come_back,
+}
+
+over_all! {
     case_058_lines_keep_their_order_number_and_raw_bytes,
     case_060_status_and_lines_come_back,
     case_062_a_response_over_the_limit_is_whole_and_not_kept,
     case_062_waiters_are_told_before_the_last_byte_is_sent,
     case_065_a_stream_without_end_reaches_the_client_event_by_event,
-    case_060_trailers_come_back,
     case_060_a_slow_first_client_delays_no_replay,
     case_060_a_waiter_gets_status_and_lines_too,
 }

@@ -3,6 +3,7 @@
 use std::{
     any::Any,
     convert::Infallible,
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -25,19 +26,40 @@ use crate::sockets::{Client, Reply, Server};
 macro_rules! over_both {
     ($($name:ident,)+) => {
         $(mod $name {
-            use crate::{common::watchdog, wire::Wire};
+            over_both!(@ http1 Http1 $name);
+            over_both!(@ http2 Http2 $name);
+        })+
+    };
+    (@ $test:ident $wire:ident $name:ident $(through $proxy:ident)?) => {
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $test() {
+            let _watchdog = crate::common::watchdog();
+            let test = super::$name(crate::wire::Wire::$wire);
+            $(let test = crate::sockets::nginx::$proxy(test);)?
+            test.await;
+        }
+    };
+}
 
-            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn http1() {
-                let _watchdog = watchdog();
-                super::$name(Wire::Http1).await;
-            }
+/// As [`over_both`], and two more tests of each, in which an nginx stands before the server.
+macro_rules! over_all {
+    ($($name:ident,)+) => {
+        $(mod $name {
+            over_both!(@ http1 Http1 $name);
+            over_both!(@ http2 Http2 $name);
+            over_both!(@ http1_through_nginx Http1 $name through behind_nginx);
+            over_both!(@ http2_through_nginx Http2 $name through behind_nginx);
+        })+
+    };
+}
 
-            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn http2() {
-                let _watchdog = watchdog();
-                super::$name(Wire::Http2).await;
-            }
+/// Makes two tests of each of these functions, which are about an nginx that soon asks the next
+/// upstream.
+macro_rules! through_hasty_nginx {
+    ($($name:ident,)+) => {
+        $(mod $name {
+            over_both!(@ http1 Http1 $name through behind_hasty_nginx);
+            over_both!(@ http2 Http2 $name through behind_hasty_nginx);
         })+
     };
 }
@@ -239,15 +261,20 @@ impl Wire {
                 client.send(call.to_bytes()).await;
                 Begun::Http1(client)
             }
-            Self::Http2 => Begun::http2(server, call.to_request()).await,
+            Self::Http2 => Begun::http2(server.http2(), call.to_request()).await,
         }
     }
 
-    /// Sends the head of a call and the first `sent` bytes of its body.
+    /// Sends the head of a call and the first `sent` bytes of its body. A proxy between hands them
+    /// on as they come.
     pub async fn upload(self, server: &Server, call: &Call, sent: usize) -> Upload {
+        let (http1, http2) = match &server.nginx {
+            None => (server.address, server.address),
+            Some(nginx) => (nginx.streaming.http1, nginx.streaming.http2),
+        };
         match self {
             Self::Http1 => {
-                let mut client = Client::connect(server).await;
+                let mut client = Client::connect_to(http1).await;
                 let bytes = call.to_bytes();
                 let (now, later) = bytes.split_at(bytes.len() - call.body.len() + sent);
                 client.send(now).await;
@@ -260,7 +287,7 @@ impl Wire {
                     stream::once(async { Ok(Frame::data(later.await.unwrap_or_default())) });
                 let body = StreamBody::new(futures_util::StreamExt::chain(now, later));
                 let request = call.to_request().map(|_| BodyExt::boxed_unsync(body));
-                let begun = Begun::http2(server, request).await;
+                let begun = Begun::http2(http2, request).await;
                 Upload { begun, rest: Rest::Frame(rest, call.body.slice(sent..)) }
             }
         }
@@ -295,8 +322,8 @@ pub enum Begun {
 }
 
 impl Begun {
-    async fn http2(server: &Server, request: http::Request<Sent>) -> Self {
-        let stream = TcpStream::connect(server.address).await.unwrap();
+    async fn http2(address: SocketAddr, request: http::Request<Sent>) -> Self {
+        let stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
         let (mut sender, connection) =
             http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
