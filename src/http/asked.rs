@@ -72,6 +72,7 @@ impl Asked {
             .find_map(of)
             .or_else(|| of(&Fingerprinting::raw()))
             .or_else(|| of(&Fingerprinting::canonical_json()))
+            .or_else(|| of(&Fingerprinting::multipart()))
     }
 
     /// Claims, or only looks: `None` is "absent", which a claim never answers.

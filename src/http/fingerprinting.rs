@@ -4,7 +4,10 @@ use std::{fmt, sync::Arc};
 
 use http::{HeaderName, request::Parts};
 
-use super::json;
+use super::{
+    json,
+    multipart::{self, Multipart, Part},
+};
 use crate::{Fingerprint, Scheme};
 
 type OfBody = dyn Fn(&Parts, &[u8]) -> Vec<u8> + Send + Sync;
@@ -36,6 +39,7 @@ pub struct Fingerprinting {
 enum Form {
     Raw,
     Json,
+    Multipart,
     Custom { name: Arc<str>, of_body: Arc<OfBody> },
 }
 
@@ -54,6 +58,17 @@ impl Fingerprinting {
     /// twice is compared byte for byte.
     pub fn canonical_json() -> Self {
         Self::of_form(Form::Json)
+    }
+
+    /// A multipart body (RFC 2046, 5.1) by its parts: their headers and bytes, in their order. The
+    /// boundary does not count, which most clients choose anew for each attempt.
+    ///
+    /// The type of the body counts as `multipart/form-data` or another. A body that is no multipart,
+    /// by its `Content-Type` or by its form, is compared byte for byte; so is one that has text
+    /// before the first boundary or behind the last, blanks behind a boundary, or a boundary within
+    /// a part, on which parsers differ.
+    pub fn multipart() -> Self {
+        Self::of_form(Form::Multipart)
     }
 
     /// What `of_body` makes of the request stands for the body. Bytes that it ignores may change
@@ -84,11 +99,13 @@ impl Fingerprinting {
         self
     }
 
-    /// The name of the scheme: `request-1`, `json-1` or `custom-` and your name, then the headers.
+    /// The name of the scheme: `request-1`, `json-1`, `multipart-1` or `custom-` and your name, then
+    /// the headers.
     pub fn name(&self) -> String {
         let mut name = match &self.form {
             Form::Raw => "request-1".to_owned(),
             Form::Json => "json-1".to_owned(),
+            Form::Multipart => "multipart-1".to_owned(),
             // By its length, because it may hold anything.
             Form::Custom { name, .. } => format!("custom-{}-{name}", name.len()),
         };
@@ -102,6 +119,22 @@ impl Fingerprinting {
     /// The scheme of the fingerprints that are made in this way.
     pub fn scheme(&self) -> Scheme {
         self.scheme
+    }
+
+    /// In words, for a client.
+    pub(crate) fn described(&self) -> String {
+        let body = match &self.form {
+            Form::Raw => "the bytes of the body",
+            Form::Json => "the body: JSON by what it says, numbers as they are written",
+            Form::Multipart => "the body: multipart by its parts, whatever the boundary",
+            Form::Custom { .. } => "what the operation takes from the request",
+        };
+        let mut told = format!("method, path with query, {body}");
+        for header in &self.headers {
+            told.push_str(", the field ");
+            told.push_str(header.as_str());
+        }
+        told
     }
 
     /// Whether equal fingerprints mean equal body bytes.
@@ -118,6 +151,16 @@ impl Fingerprinting {
             Form::Raw => builder.part(body),
             Form::Json => match json::canonical(body) {
                 Some(canonical) => builder.part(b"json").part(&canonical),
+                None => builder.part(b"raw").part(body),
+            },
+            Form::Multipart => match multipart::parsed(&parts.headers, body) {
+                Some(Multipart { kind, parts }) => {
+                    let count = (parts.len() as u64).to_be_bytes();
+                    let builder = builder.part(b"multipart").part(kind.as_bytes()).part(&count);
+                    parts
+                        .into_iter()
+                        .fold(builder, |builder, Part { head, body }| builder.part(head).part(body))
+                }
                 None => builder.part(b"raw").part(body),
             },
             Form::Custom { of_body, .. } => builder.part(&of_body(parts, body)),
@@ -170,6 +213,7 @@ mod tests {
             Fingerprinting::raw().header(a.clone()).header(b.clone()),
             Fingerprinting::canonical_json(),
             Fingerprinting::canonical_json().header(a.clone()),
+            Fingerprinting::multipart(),
             Fingerprinting::custom("1", |_, body| body.to_vec()),
             Fingerprinting::custom("1;headers=x-a", |_, body| body.to_vec()),
             Fingerprinting::custom("1", |_, body| body.to_vec()).header(a.clone()),
@@ -181,6 +225,29 @@ mod tests {
         }
         let other_order = Fingerprinting::raw().header(b).header(a.clone()).header(a);
         assert_eq!(other_order.scheme(), made[2].scheme());
+    }
+
+    #[test]
+    fn r4_multipart_is_compared_by_its_parts_and_other_bodies_by_their_bytes() {
+        let of = |kind: &'static str, body: &str| {
+            let parts = parts(&[("content-type", kind)]);
+            Fingerprinting::multipart().of(&parts, "/", body.as_bytes())
+        };
+        let (b, c) = ("multipart/form-data; boundary=b", "multipart/form-data; boundary=c");
+        let one = of(b, "--b\r\nX: 1\r\n\r\none\r\n--b--");
+        assert_eq!(of(c, "--c\r\nX: 1\r\n\r\none\r\n--c--\r\n"), one);
+        let mixed = "multipart/mixed; boundary=b";
+        for other in [
+            of(b, "--b\r\nX: 1\r\n\r\none!\r\n--b--"),
+            of(b, "--b\r\nX: 2\r\n\r\none\r\n--b--"),
+            of(b, "--b\r\nX: 1\r\n\r\none\r\n--b\r\n\r\n\r\n--b--"),
+            of(mixed, "--b\r\nX: 1\r\n\r\none\r\n--b--"),
+            of("text/plain", "--b\r\nX: 1\r\n\r\none\r\n--b--"),
+        ] {
+            assert_ne!(other, one);
+        }
+        assert_eq!(of("text/plain", "x"), of(b, "x"), "neither has parts");
+        assert_ne!(of("text/plain", "x"), of("text/plain", "x\r\n"));
     }
 
     #[test]

@@ -18,6 +18,7 @@ use super::{
     endpoint,
     intake::{Bodies, Budget},
     policy::Policy,
+    published::PublishedPolicy,
     service::Idempotency,
     shares::{Most, Of, Share, Shares},
 };
@@ -110,7 +111,7 @@ impl IdempotencyLayer {
         name: impl AsRef<str>,
         change: impl Fn(Policy) -> Policy + Send + Sync + 'static,
     ) -> Self {
-        let name = endpoint::erased(name.as_ref());
+        let name = name.as_ref().to_owned();
         self.change(|config| config.changes.push((name, Arc::new(change))))
     }
 
@@ -144,6 +145,26 @@ impl IdempotencyLayer {
     #[must_use]
     pub fn max_buffered(self, bytes: usize) -> Self {
         self.limits(|limits| limits.buffered = bytes)
+    }
+
+    /// What clients must be told of these settings, for the documentation of the service.
+    pub fn published_policy(&self) -> PublishedPolicy {
+        let Config { store, account, base, changes, operations, .. } = &*self.config;
+        let mut told: Vec<(String, Arc<Policy>)> = Vec::new();
+        for (name, _) in changes {
+            let erased = endpoint::erased(name);
+            if let Some(policy) = operations.get(&erased)
+                && !told.iter().any(|(name, _)| endpoint::erased(name) == erased)
+            {
+                told.push((name.clone(), Arc::clone(policy)));
+            }
+        }
+        PublishedPolicy {
+            base: Arc::clone(base),
+            operations: told,
+            retention: store.retention(),
+            has_accounts: account.is_some(),
+        }
     }
 
     /// The store.
@@ -219,6 +240,7 @@ pub(crate) struct Config {
     endpoint: Option<Arc<EndpointOf>>,
     operation_name: Option<String>,
     base: Arc<Policy>,
+    /// By the names as they were given.
     changes: Vec<(String, Arc<Change>)>,
     /// `base` with the changes, so that the order of the setters does not count.
     operations: HashMap<String, Arc<Policy>>,
@@ -233,9 +255,10 @@ impl Config {
     fn settle(&mut self) {
         self.operations.clear();
         for (name, change) in &self.changes {
-            let before = self.operations.get(name).unwrap_or(&self.base);
+            let name = endpoint::erased(name);
+            let before = self.operations.get(&name).unwrap_or(&self.base);
             let after = change(Policy::clone(before));
-            self.operations.insert(name.clone(), Arc::new(after));
+            self.operations.insert(name, Arc::new(after));
         }
         self.methods = self.base.methods.clone();
         for policy in self.operations.values() {

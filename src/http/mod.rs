@@ -120,10 +120,12 @@ mod intake;
 mod json;
 mod layer;
 mod look_up;
+mod multipart;
 mod owner;
 mod policy;
 mod prefer;
 pub mod problem;
+mod published;
 mod reply;
 mod sealing;
 mod service;
@@ -141,6 +143,7 @@ pub use self::{
     look_up::LookUp,
     policy::{Policy, StatusTable},
     problem::Problem,
+    published::PublishedPolicy,
     sealing::Sealing,
     service::Idempotency,
 };

@@ -144,21 +144,26 @@ setters! {
     /// usual patience of a proxy. A cap below the limit counts as the limit.
     wait_cap(cap: Duration) => |policy| policy.wait_cap = cap;
 
-    /// The largest request body, in bytes; a larger one gets 413 (R19). Default: 1 MiB.
+    /// The largest request body, in bytes; a larger one gets 413 (R19). Default: 1 MiB, which is
+    /// many times a charge and little for one client to make a server hold.
     max_request(bytes: usize) => |policy| policy.max_request = bytes;
 
-    /// How long a request body may take to arrive; a slower one gets 408 (R19). Default: 30 s.
+    /// How long a request body may take to arrive; a slower one gets 408 (R19). Default: 30 s: the
+    /// largest one over a slow phone line (35 kB/s), and the end of one that drips.
     read_limit(limit: Duration) => |policy| policy.read_limit = limit;
 
     /// The largest response body that is kept, in bytes; a larger one goes to the first client
-    /// alone (R20). Default: 1 MiB.
+    /// alone (R20). Default: 1 MiB: an outcome stays in memory for the retention, and what is larger
+    /// is a download, not an answer to a write.
     max_response(bytes: usize) => |policy| policy.max_response = bytes;
 
     /// How long a response body of unknown size is buffered before it counts as a stream, which is
-    /// not kept (R20). Default: 5 s. The first client waits for it.
+    /// not kept (R20). Default: 5 s, more than most answers take. The first client waits for it,
+    /// and one that expects a stream would not wait for longer.
     capture_time(limit: Duration) => |policy| policy.capture_time = limit;
 
-    /// Which statuses are kept and which release the identity (R17).
+    /// Which statuses are kept and which release the identity (R17). Default: released is what says
+    /// that the request was refused before the work; a doubt counts as work done.
     statuses(table: StatusTable) => |policy| policy.statuses = table;
 
     /// Whether `Set-Cookie` is kept and replayed (R16). Default: no, because a session must not be
@@ -169,16 +174,18 @@ setters! {
     /// good for one answer.
     keep_www_authenticate(keep: bool) => |policy| policy.keep_www_authenticate = keep;
 
-    /// Leaves out one more header when an outcome is stored. May be called often.
+    /// Leaves out one more header when an outcome is stored (R16). May be called often. Default: none
+    /// but those that belong to a connection, a moment or one client.
     leave_out(name: HeaderName) => |policy| policy.left_out.push(name);
 
-    /// What must not change between two attempts (R4). Default: [`Fingerprinting::raw`].
+    /// What must not change between two attempts (R4). Default: [`Fingerprinting::raw`]: a client
+    /// that keeps the bytes for its retries is right under every handler.
     fingerprint(fingerprinting: Fingerprinting) => |policy| policy.fingerprint = fingerprinting;
 
     /// An earlier choice of [`fingerprint`](Self::fingerprint), for the records that were made with
     /// it and are still alive; without it their retries are answered "outcome unknown" (R4). The
-    /// plain forms of [`Fingerprinting::raw`] and [`Fingerprinting::canonical_json`] are always
-    /// accepted. May be called often.
+    /// plain forms of [`Fingerprinting::raw`], [`Fingerprinting::canonical_json`] and
+    /// [`Fingerprinting::multipart`] are always accepted. May be called often.
     also_accept(earlier: Fingerprinting) => |policy| policy.accepted.push(earlier);
 
     /// The name of the field that marks a replay, with the value `true` (R16). Default:

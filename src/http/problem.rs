@@ -239,6 +239,18 @@ impl Problem {
         }
     }
 
+    /// Whether asking again is of use, and the answer says when.
+    pub(crate) const fn is_passing(self) -> bool {
+        matches!(
+            self,
+            Self::InFlight
+                | Self::TooBusy
+                | Self::AccountOverShare
+                | Self::StoreFull
+                | Self::TierUnavailable
+        )
+    }
+
     /// The answer with the usual detail.
     pub(crate) fn answer<B>(self, base: &str) -> Response<ResponseBody<B>> {
         self.answer_with(base, self.detail(), None)
