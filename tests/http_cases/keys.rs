@@ -9,7 +9,9 @@ use axum::{
 use oncekey::http::Fingerprinting;
 
 use crate::{
-    assert_idle, authenticate, counting, gated, layer, of_account,
+    assert_idle, authenticate,
+    common::LONG,
+    counting, gated, idle, layer, of_account,
     sockets::{Gate, Runs, serve, until},
     store,
     wire::{Wire, assert_replay, charge, keyless},
@@ -23,10 +25,13 @@ over_all! {
     case_040_another_body_is_a_mismatch_and_disturbs_nothing,
     case_044_raw_bytes_are_compared_by_default,
     case_044_canonical_json_compares_what_it_says,
+    case_044_json_that_parsers_differ_on_is_compared_by_its_bytes,
+    case_044_multipart_is_compared_by_its_parts_where_that_was_chosen,
     case_045_a_key_that_comes_twice_is_refused,
     case_047_what_is_no_key_is_refused,
     case_047_the_longest_key_is_a_key_in_each_form,
     case_049_another_body_is_a_mismatch_while_the_first_runs,
+    case_052_a_refused_body_leaves_no_trace,
     case_049_a_waiter_whose_body_no_longer_fits_is_told_so,
 }
 
@@ -123,6 +128,69 @@ async fn case_044_canonical_json_compares_what_it_says(wire: Wire) {
         assert_eq!((refused.status, refused.problem().as_str()), (422, "key-reused"), "{other}");
     }
     assert_eq!(runs.count(), 1);
+}
+
+/// A member twice, numbers that no number type holds, nesting that would end a stack: nothing is
+/// guessed, and nothing breaks.
+async fn case_044_json_that_parsers_differ_on_is_compared_by_its_bytes(wire: Wire) {
+    let (store, runs) = (store(), Runs::default());
+    let once = layer(&store).fingerprint(Fingerprinting::canonical_json());
+    let server = serve(counting(&runs).layer(once.clone())).await;
+    let nested = |depth: usize| "[".repeat(depth) + &"]".repeat(depth);
+    let (deep, deeper) = (nested(100), nested(400_000));
+    let cases = [
+        (r#"{"a":1,"a":2}"#, r#"{"a":2,"a":1}"#),
+        (r#"{"a":1,"\u0061":1}"#, r#"{"a":1,"a":1}"#),
+        (r#"{"a":1e400}"#, r#"{"a":2e400}"#),
+        (r#"{"a":9007199254740993}"#, r#"{"a":9007199254740992}"#),
+        (r#"{"a":0.1000000000000000055}"#, r#"{"a":0.1}"#),
+        (r#"{"a":-0}"#, r#"{"a":0}"#),
+        (deep.as_str(), &format!(" {deep}")),
+        (deeper.as_str(), &format!(" {deeper}")),
+        (r#"{"a":"\ud800"}"#, r#"{"a":"\ud801"}"#),
+    ];
+    for (nth, (body, other)) in cases.into_iter().enumerate() {
+        let call = |body: &str| charge(&format!("k{nth}")).body(body.to_owned());
+        let first = wire.ask(&server, call(body)).await;
+        assert_eq!((first.status, runs.count()), (201, nth + 1));
+        assert_replay(&wire.ask(&server, call(body)).await, &first);
+        let refused = wire.ask(&server, call(other)).await;
+        assert_eq!((refused.status, refused.problem().as_str()), (422, "key-reused"), "{nth}");
+    }
+    assert_idle(&once);
+}
+
+/// A form with a file, sent again as clients do: at another boundary.
+async fn case_044_multipart_is_compared_by_its_parts_where_that_was_chosen(wire: Wire) {
+    let form = |boundary: &str, amount: u32, file: &str| {
+        let body = format!(
+            "--{boundary}\r\nContent-Disposition: form-data; name=\"amount\"\r\n\r\n{amount}\r\n\
+             --{boundary}\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\"\r\n\
+             Content-Type: text/plain\r\n\r\n{file}\r\n--{boundary}--\r\n"
+        );
+        let kind = format!("multipart/form-data; boundary={boundary}");
+        charge("k").field("Content-Type", kind).body(body)
+    };
+    for by_parts in [false, true] {
+        let (once, runs) = (layer(&store()), Runs::default());
+        let once = if by_parts { once.fingerprint(Fingerprinting::multipart()) } else { once };
+        let server = serve(counting(&runs).layer(once.clone())).await;
+        let first = wire.ask(&server, form("----a1", 1999, "text\r\n--text")).await;
+        assert_eq!(first.status, 201);
+        assert_replay(&wire.ask(&server, form("----a1", 1999, "text\r\n--text")).await, &first);
+        let again = wire.ask(&server, form("----b2", 1999, "text\r\n--text")).await;
+        if by_parts {
+            assert_replay(&again, &first);
+        } else {
+            assert_eq!((again.status, again.problem().as_str()), (422, "key-reused"));
+        }
+        for other in [form("----b2", 2999, "text\r\n--text"), form("----b2", 1999, "text")] {
+            let refused = wire.ask(&server, other).await;
+            assert_eq!((refused.status, refused.problem().as_str()), (422, "key-reused"));
+        }
+        assert_eq!(runs.count(), 1);
+        assert_idle(&once);
+    }
 }
 
 /// One key sent twice must not count as none.
@@ -235,6 +303,35 @@ async fn case_049_another_body_is_a_mismatch_while_the_first_runs(wire: Wire) {
     let first = first.await.unwrap();
     assert_eq!((first.status, first.text()), (201, "1"));
     assert_replay(&waiter.await.unwrap(), &first);
+    assert_eq!(runs.count(), 1);
+    assert_idle(&once);
+}
+
+/// Neither while the first runs nor after it does a mismatch change what is kept, or its room.
+async fn case_052_a_refused_body_leaves_no_trace(wire: Wire) {
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let once = layer(&store);
+    let server = serve(gated(&runs, &gate).layer(once.clone())).await;
+    let kept = || {
+        let stats = store.stats();
+        (stats.keys, stats.bytes, stats.in_flight, stats.waiters, stats.won, stats.completed)
+    };
+    let first = wire.asking(&server, charge("k").body("x")).await;
+    gate.entered().await;
+    for is_running in [true, false] {
+        let before = kept();
+        for nth in 0..20 {
+            let other = charge("k").body(format!("other {nth}"));
+            assert_eq!(wire.ask(&server, other).await.problem(), "key-reused");
+        }
+        assert_eq!(kept(), before);
+        if is_running {
+            gate.open();
+            idle(&once).await;
+        }
+    }
+    let first = first.await.unwrap();
+    assert_replay(&wire.ask(&server, charge("k").body("x")).await, &first);
     assert_eq!(runs.count(), 1);
     assert_idle(&once);
 }

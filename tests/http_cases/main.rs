@@ -18,6 +18,7 @@ mod wire;
 
 mod abuse;
 mod answers;
+mod around;
 mod bodies;
 mod framing;
 mod hooks;

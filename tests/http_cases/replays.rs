@@ -84,9 +84,10 @@ async fn case_058_lines_keep_their_order_number_and_raw_bytes(wire: Wire) {
 /// The probe and the store use one key: a replay really happens, for every part of it.
 async fn case_060_status_and_lines_come_back(wire: Wire) {
     type Lines = &'static [(&'static str, &'static str)];
-    let cases: [(StatusCode, Lines, &'static str); 6] = [
+    let cases: [(StatusCode, Lines, &'static str); 7] = [
         (StatusCode::CREATED, &[("location", "/c/1"), ("etag", "\"v1\"")], "{\"id\":1}"),
         (StatusCode::NO_CONTENT, &[("etag", "W/\"v2\"")], ""),
+        (StatusCode::RESET_CONTENT, &[("etag", "\"v4\"")], ""),
         (StatusCode::SEE_OTHER, &[("location", "/c/2?x=a,b")], ""),
         (StatusCode::NOT_MODIFIED, &[("etag", "\"v3\"")], ""),
         (StatusCode::ACCEPTED, &[("content-location", "/jobs/1")], "later"),

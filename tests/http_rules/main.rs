@@ -15,6 +15,7 @@ mod admission;
 mod limits;
 mod owners;
 mod replies;
+mod settings;
 mod streams;
 mod waiting;
 
