@@ -9,9 +9,7 @@ use axum::{
 use oncekey::http::Fingerprinting;
 
 use crate::{
-    assert_idle, authenticate,
-    common::LONG,
-    counting, gated, idle, layer, of_account,
+    assert_idle, authenticate, counting, gated, idle, layer, of_account,
     sockets::{Gate, Runs, serve, until},
     store,
     wire::{Wire, assert_replay, charge, keyless},
