@@ -15,25 +15,13 @@ pub(crate) mod slab;
 pub(crate) mod word;
 
 pub(crate) use cell::{Cell, Cells, Owned};
-pub(crate) use pages::Pages;
+pub(crate) use pages::{Pages, prefetch};
 pub(crate) use slab::{Finished, Killed, Place, Record, Slabs};
 
 /// Slots of the index have room for 48 bits of an address. All platforms that Rust's standard
 /// library runs on give out such ones, unless a program asks for others or tags its pointers.
 pub(super) fn assert_fits_a_slot(address: usize) {
     assert!(address as u64 >> 48 == 0, "memory at {address:#x}: more than 48 bits of address");
-}
-
-/// Asks the processor for a line of memory, and does not wait for it.
-#[inline]
-pub(crate) fn prefetch<T>(at: *const T) {
-    #[cfg(all(target_arch = "x86_64", not(oncekey_loom)))]
-    // SAFETY: a hint to the processor, for any address.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
-    }
-    #[cfg(not(all(target_arch = "x86_64", not(oncekey_loom))))]
-    let _ = at;
 }
 
 /// What a record costs beside its outcome: its head and identity in a slab, an eighth more for what

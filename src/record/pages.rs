@@ -204,6 +204,18 @@ fn release(address: usize, len: usize) {
     }
 }
 
+/// Asks the processor for a line of memory, and does not wait for it.
+#[inline]
+pub(crate) fn prefetch<T>(at: *const T) {
+    #[cfg(all(target_arch = "x86_64", not(oncekey_loom)))]
+    // SAFETY: a hint to the processor, for any address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(oncekey_loom))))]
+    let _ = at;
+}
+
 #[cfg(not(oncekey_loom))]
 #[cfg(test)]
 mod tests {
