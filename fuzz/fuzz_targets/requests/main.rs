@@ -34,22 +34,61 @@ pub enum Step {
     Resolve(u8, bool),
 }
 
+/// Most requests are alike, so that they meet.
 #[derive(Arbitrary, Debug)]
 pub struct Ask {
-    pub method: Method,
-    /// No route is known.
-    pub is_lost: bool,
-    /// Nobody knows whose it is.
-    pub account: Option<bool>,
+    /// Its three lowest bits: another method or account, or none.
+    pub who: u8,
     pub key: KeyField,
     pub path: bool,
-    pub body: Vec<Frame>,
+    pub body: Body,
     pub plan: Plan,
     /// Waits for an owner. Its own handler then stands at no gate.
     pub is_patient: bool,
 }
 
-#[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq)]
+impl Ask {
+    pub fn method(&self) -> Method {
+        match self.who % 8 {
+            0 => Method::Get,
+            1 => Method::Patch,
+            _ => Method::Post,
+        }
+    }
+
+    /// No route is known.
+    pub fn is_lost(&self) -> bool {
+        self.who % 8 == 2
+    }
+
+    /// `None`: nobody knows whose it is.
+    pub fn account(&self) -> Option<bool> {
+        match self.who % 8 {
+            3 => None,
+            4 => Some(true),
+            _ => Some(false),
+        }
+    }
+
+    pub fn body(&self) -> Vec<Frame> {
+        match &self.body {
+            Body::Empty => Vec::new(),
+            Body::One => vec![Frame::Bytes(b"one".to_vec())],
+            Body::Other => vec![Frame::Bytes(b"ot".to_vec()), Frame::Bytes(b"her".to_vec())],
+            Body::Frames(frames) => frames.clone(),
+        }
+    }
+}
+
+#[derive(Arbitrary, Clone, Debug, PartialEq, Eq)]
+pub enum Body {
+    Empty,
+    One,
+    Other,
+    Frames(Vec<Frame>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     Post,
     Patch,
@@ -58,8 +97,8 @@ pub enum Method {
 
 #[derive(Arbitrary, Debug)]
 pub enum KeyField {
-    /// One of four.
-    Good(u8),
+    /// One of two.
+    Good(bool),
     Quoted(u8),
     None,
     Lines(Vec<Vec<u8>>),

@@ -227,25 +227,25 @@ impl World {
         let mut plan = ask.plan.clone();
         plan.is_gated &= !ask.is_patient;
         let mut lines: Vec<Vec<u8>> = match &ask.key {
-            KeyField::Good(n) => vec![key_name(*n).into_bytes()],
+            KeyField::Good(n) => vec![key_name(u8::from(*n)).into_bytes()],
             KeyField::Quoted(n) => vec![format!("\"{}\"; a=1", key_name(*n)).into_bytes()],
             KeyField::None => Vec::new(),
             KeyField::Lines(lines) => lines.iter().take(3).cloned().collect(),
         };
         lines.retain(|line| HeaderValue::from_bytes(line).is_ok());
-        let method = match ask.method {
+        let method = match ask.method() {
             Method::Post => http::Method::POST,
             Method::Patch => http::Method::PATCH,
             Method::Get => http::Method::GET,
         };
         let path = if ask.path { "/charges/1" } else { "/charges/2?x=1" };
-        let body = body(&ask.body);
+        let body = body(&ask.body());
         let mut request = Request::builder().method(method).uri(path).body(body).unwrap();
         let headers = request.headers_mut();
         for line in &lines {
             headers.append("idempotency-key", HeaderValue::from_bytes(line).unwrap());
         }
-        if let Some(account) = ask.account {
+        if let Some(account) = ask.account() {
             headers.insert("x-account", HeaderValue::from_static(account_of(account)));
         }
         if ask.is_patient {
@@ -254,13 +254,13 @@ impl World {
         let extensions = request.extensions_mut();
         extensions.insert(Number(number));
         extensions.insert(Arc::new(plan.clone()));
-        if !ask.is_lost {
+        if !ask.is_lost() {
             extensions.insert(RouteTemplate::new("/charges/{id}"));
         }
 
         // The model first, by the order of R2, R6, R3, R6, R19.
         let model = &mut self.model;
-        match (ask.is_lost || ask.method == Method::Get, ask.account) {
+        match (ask.is_lost() || ask.method() == Method::Get, ask.account()) {
             (true, _) => {
                 // At no gate: it has no claim.
                 model.passes(number, &plan);
@@ -270,10 +270,10 @@ impl World {
                 [] => model.refused(number, "key-missing"),
                 [line] => match Key::parse(line, KeyForm::Any) {
                     Err(_) => model.refused(number, "key-invalid"),
-                    Ok(key) => match Model::read(&ask.body) {
+                    Ok(key) => match Model::read(&ask.body()) {
                         Err(told) => model.told.push((number, told)),
                         Ok(body) => {
-                            let id = (account, endpoint_of(ask.method), key.as_str().to_owned());
+                            let id = (account, endpoint_of(ask.method()), key.as_str().to_owned());
                             model.asks(number, id, (ask.path, body), plan, ask.is_patient);
                         }
                     },
