@@ -2,6 +2,8 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use oncekey::EntryState;
+
 use crate::{Answer, Frame, Mark, Plan};
 
 pub const MINUTE: u64 = 60;
@@ -317,6 +319,16 @@ impl Model {
             None => drop(self.records.remove(id)),
         }
         true
+    }
+
+    /// What an operator must see.
+    pub fn state(&self, id: &Id) -> Option<EntryState> {
+        Some(match self.records.get(id)?.state {
+            State::InFlight { .. } => EntryState::InFlight,
+            State::Held { .. } => EntryState::Held,
+            State::Done { .. } => EntryState::Completed,
+            State::NotKept { .. } => EntryState::NotKept,
+        })
     }
 
     pub fn in_flight(&self) -> usize {

@@ -359,6 +359,16 @@ impl World {
         assert_eq!(stats.in_flight, self.model.in_flight(), "{stats:?}");
         assert_eq!(self.layer.stats().tasks, self.model.gated.len(), "owners at work");
         assert_eq!(stats.lost, stats.double_runs);
+        for (account, endpoint) in
+            [(false, "POST /charges/{}"), (true, "POST /charges/{}"), (false, "PATCH /charges/{}")]
+        {
+            for key in ["k0", "k1"] {
+                let identity = Identity::new(account_of(account), endpoint, key).unwrap();
+                let seen = self.store.look_up(&identity).map(|entry| entry.state);
+                let id = (account, endpoint, key.to_owned());
+                assert_eq!(seen, self.model.state(&id), "{id:?}");
+            }
+        }
     }
 }
 
