@@ -404,6 +404,7 @@ async fn case_055_a_client_says_how_long_it_waits(wire: Wire) {
         let call = lines.iter().fold(charge("k"), |call, line| call.field("Prefer", line));
         let told = wire.ask(&server, call).await;
         assert_eq!((told.status, told.problem().as_str()), (409, "in-flight"), "{lines:?}");
+        assert_eq!(told.field("preference-applied"), None);
     }
     let long: [&[&str]; 10] = [
         &["wait=abc"],

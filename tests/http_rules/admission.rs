@@ -215,6 +215,42 @@ async fn r06_a_quoted_and_a_bare_key_are_the_same() {
     assert!(store.look_up(&charge("a b\"c\\")).is_some());
 }
 
+/// Whatever a key may look like to somebody, it names a record and nothing else.
+#[tokio::test]
+async fn r06_a_key_is_data() {
+    let _watchdog = watchdog();
+    let (store, runs) = (store(), Runs::default());
+    let server = serve(charges(&runs).layer(layer(&store))).await;
+    let keys = [
+        "\"'; DROP TABLE keys; --\"",
+        "\"k' OR '1'='1\"",
+        "../../etc/passwd",
+        "%00",
+        "%0d%0aSet-Cookie:%20a=1",
+        "*",
+        "k?*[a-z]",
+        "$(id)`id`",
+        "{}%s%n",
+        "<script>",
+        "POST:/charges:k",
+        "K",
+        "k",
+        "\" k\"",
+        "\"k \"",
+    ];
+    for (nth, key) in keys.into_iter().enumerate() {
+        let run = (nth + 1).to_string();
+        let first = ask(&server, posting("/charges", key, "{}")).await;
+        assert_eq!((first.status, first.text()), (200, run.as_str()), "{key}");
+        assert!(first.fields.iter().all(|(name, _)| name != "set-cookie"));
+    }
+    for (nth, key) in keys.into_iter().enumerate() {
+        let again = ask(&server, posting("/charges", key, "{}")).await;
+        assert_eq!((again.is_replay(), again.text()), (true, (nth + 1).to_string().as_str()));
+    }
+    assert_eq!(store.stats().keys, keys.len());
+}
+
 #[tokio::test]
 async fn r06_what_is_no_key_is_refused_and_nothing_runs() {
     let _watchdog = watchdog();

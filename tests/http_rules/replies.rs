@@ -342,6 +342,54 @@ async fn r21_the_base_of_the_types_is_a_setting() {
 }
 
 #[tokio::test]
+async fn r21_what_has_no_type_of_its_own_is_about_blank_and_tells_nothing_of_the_inside() {
+    let _watchdog = watchdog();
+    let app = Router::new().route("/charges", post(|| async { crate::fail() }));
+    let server = serve(app.layer(layer(&store()))).await;
+    let reply = ask(&server, posting("/charges", "k", "{}")).await;
+    assert_eq!(reply.status, 500);
+    let json: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
+    assert_eq!((&json["type"], &json["status"]), (&"about:blank".into(), &500.into()));
+    assert_eq!(json["title"], "Internal Server Error");
+    assert!(!reply.text().contains("panics"), "{}", reply.text());
+    assert!(!reply.text().contains(".rs"), "{}", reply.text());
+}
+
+/// Asking again is of use only after a 409 that says when, or with what was asked for.
+#[tokio::test]
+async fn r21_what_was_refused_is_refused_until_it_is_corrected() {
+    let _watchdog = watchdog();
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let server = serve(gated(&runs, &gate).layer(layer(&store).wait_limit(MS))).await;
+    let first = asking(&server, posting("/charges", "secret-k", "{}"));
+    gate.entered().await;
+    let mut titles = std::collections::HashMap::new();
+    for _ in 0..3 {
+        for (refused, problem) in [
+            (request("POST", "/charges", &[], "{}"), "key-missing"),
+            (posting("/charges", "secret b", "{}"), "key-invalid"),
+            (posting("/charges", "secret-k", "secret"), "key-reused"),
+            (posting("/charges", "secret-k", "{}"), "in-flight"),
+        ] {
+            let reply = ask(&server, refused).await;
+            assert_eq!(reply.problem(), problem);
+            assert!(!reply.text().contains("secret"), "neither key nor body");
+            let json: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
+            let title = titles.entry(problem).or_insert_with(|| json["title"].clone());
+            assert_eq!(*title, json["title"]);
+        }
+    }
+    assert_eq!(titles.len(), 4);
+    gate.open();
+    let first = first.await.unwrap();
+    gate.open();
+    gate.open();
+    assert_eq!(ask(&server, posting("/charges", "secret-k", "{}")).await.body, first.body);
+    assert_eq!(ask(&server, posting("/charges", "secret-b", "{}")).await.text(), "2");
+    assert_eq!(ask(&server, posting("/charges", "k2", "secret")).await.text(), "3");
+}
+
+#[tokio::test]
 async fn r21_a_client_that_gave_up_and_an_operator_meet_the_same_record() {
     let _watchdog = watchdog();
     let (store, gate) = (store(), Gate::new());
