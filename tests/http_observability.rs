@@ -188,6 +188,9 @@ async fn serving(once: &IdempotencyLayer, gate: &Gate) -> Server {
     serve(ways(gate).layer(once.clone()).layer(TraceLayer::new_for_http())).await
 }
 
+/// What is recorded is that of the whole process.
+static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
 /// One request for each outcome at least. Answers how many attempts there were.
 async fn everything() -> u64 {
     let (store, gate) = (store(), Gate::new());
@@ -292,6 +295,7 @@ fn cut_off() -> u64 {
 #[test]
 fn every_name_is_on_the_page_and_every_name_on_the_page_is_emitted() {
     let _watchdog = watchdog();
+    let _alone = ALONE.lock();
     let recorder = DebuggingRecorder::new();
     let read = recorder.snapshotter();
     recorder.install().unwrap();
@@ -375,9 +379,15 @@ fn every_name_is_on_the_page_and_every_name_on_the_page_is_emitted() {
 }
 
 /// Each public type that holds something of a caller's, as a log might show it.
-#[tokio::test]
-async fn no_debug_output_shows_account_key_or_body() {
+#[test]
+fn no_debug_output_shows_account_key_or_body() {
     let _watchdog = watchdog();
+    let _alone = ALONE.lock();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(debug_output());
+}
+
+async fn debug_output() {
     let store = store();
     let once =
         of_one(&store).operation_name("charge").may_replay(|_, _| true).max_tasks_per_account(9);
