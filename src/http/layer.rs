@@ -141,7 +141,8 @@ impl IdempotencyLayer {
     }
 
     /// How many bytes of request bodies may be in memory at once; beyond it 503 (R19). Default:
-    /// 256 MiB. A body counts from its first byte until the handler has dropped it.
+    /// 256 MiB: 256 of the largest at once, and half of what the store may take. A body
+    /// counts from its first byte until the handler has dropped it.
     #[must_use]
     pub fn max_buffered(self, bytes: usize) -> Self {
         self.limits(|limits| limits.buffered = bytes)

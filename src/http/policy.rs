@@ -129,7 +129,7 @@ setters! {
     /// refused, because a protection that a client can forget protects nobody.
     required(required: bool) => |policy| policy.required = required;
 
-    /// The name of the field that holds the key (R6). Default: `Idempotency-Key`.
+    /// The name of the field that holds the key (R6). Default: `Idempotency-Key`, as the draft has it.
     header_name(name: HeaderName) => |policy| policy.header_name = name;
 
     /// Which forms of the key are read (R6). Default: [`KeyForm::Any`], because most clients send
@@ -189,7 +189,7 @@ setters! {
     also_accept(earlier: Fingerprinting) => |policy| policy.accepted.push(earlier);
 
     /// The name of the field that marks a replay, with the value `true` (R16). Default:
-    /// `Idempotent-Replayed`.
+    /// `Idempotent-Replayed`, which clients of payment services know; the draft names none.
     replay_header(name: HeaderName) => |policy| policy.replay_header = name;
 
     /// What the `type` of a problem begins with; one of the words of [`Problem`](super::Problem)
