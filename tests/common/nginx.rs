@@ -28,7 +28,7 @@ pub async fn behind_nginx(test: impl Future<Output = ()>) {
 /// As [`behind_nginx`], with one that soon asks the next upstream: what answers at once does so
 /// within this time on a busy machine too.
 pub async fn behind_hasty_nginx(test: impl Future<Output = ()>) {
-    behind(Duration::from_secs(3), test).await;
+    behind(Duration::from_secs(2), test).await;
 }
 
 async fn behind(patience: Duration, test: impl Future<Output = ()>) {
