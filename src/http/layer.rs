@@ -150,7 +150,7 @@ impl IdempotencyLayer {
 
     /// What clients must be told of these settings, for the documentation of the service.
     pub fn published_policy(&self) -> PublishedPolicy {
-        let Config { store, account, base, changes, operations, .. } = &*self.config;
+        let Config { store, account, base, changes, operations, caps, .. } = &*self.config;
         let mut told: Vec<(String, Arc<Policy>)> = Vec::new();
         for (name, _) in changes {
             let erased = endpoint::erased(name);
@@ -165,6 +165,7 @@ impl IdempotencyLayer {
             operations: told,
             retention: store.retention(),
             has_accounts: account.is_some(),
+            each: caps.limits.each,
         }
     }
 

@@ -6,7 +6,11 @@ use std::{fmt, sync::Arc, time::Duration};
 use http::StatusCode;
 use serde_json::{Map, Value, json};
 
-use super::{policy::Policy, problem::Problem};
+use super::{
+    policy::Policy,
+    problem::Problem,
+    shares::{Most, Of},
+};
 use crate::KeyForm;
 
 /// What the quoted form of a key looks like, without parameters and blanks around it.
@@ -47,6 +51,7 @@ pub struct PublishedPolicy {
     pub(super) operations: Vec<(String, Arc<Policy>)>,
     pub(super) retention: Duration,
     pub(super) has_accounts: bool,
+    pub(super) each: Most,
 }
 
 impl PublishedPolicy {
@@ -94,6 +99,7 @@ impl PublishedPolicy {
 
     /// The settings in numbers.
     fn settings(&self, policy: &Policy) -> Value {
+        let most = |of| Some(self.each.of(of)).filter(|&most| most != usize::MAX);
         json!({
             "methods": policy.methods.iter().map(|method| method.as_str()).collect::<Vec<_>>(),
             "field": policy.header_name.as_str(),
@@ -110,6 +116,10 @@ impl PublishedPolicy {
             "responseBytes": policy.max_response,
             "releasedStatuses": released(policy),
             "replayField": policy.replay_header.as_str(),
+            "expiresField": policy.expires_header.as_ref().map(|name| name.as_str()),
+            "accountInFlight": most(Of::Tasks),
+            "accountWaiters": most(Of::Waiters),
+            "accountRequestBytes": most(Of::Buffered),
         })
     }
 
@@ -120,9 +130,11 @@ impl PublishedPolicy {
     /// What this operation can be answered by us.
     fn problems(&self, policy: &Policy) -> impl Iterator<Item = Problem> {
         let (required, has_accounts) = (policy.required, self.has_accounts);
+        let may_refuse = policy.veto.is_set();
         Problem::ALL.into_iter().filter(move |problem| match problem {
             Problem::KeyMissing => required,
             Problem::AccountUnknown => has_accounts,
+            Problem::ReplayRefused => may_refuse,
             _ => true,
         })
     }
@@ -183,6 +195,9 @@ impl PublishedPolicy {
         let released: Vec<_> = released(policy).iter().map(u16::to_string).collect();
         writeln!(f, "  Responses that are not kept, so that a retry runs: {}", list(&released))?;
         writeln!(f, "  The same response again has the field: {}: true", policy.replay_header)?;
+        if let Some(name) = &policy.expires_header {
+            writeln!(f, "  For how many seconds more it is kept is in the field: {name}")?;
+        }
         writeln!(f, "  Problems:")?;
         for problem in self.problems(policy) {
             let (status, title) = (problem.status(), problem.title());
@@ -203,6 +218,16 @@ impl fmt::Display for PublishedPolicy {
         writeln!(f, "  Length of a key: 1 to 255 characters, 0x20 to 0x7E, not only spaces")?;
         writeln!(f, "  A key is unique for: {}", self.scope())?;
         writeln!(f, "  Kept for: {}, from the end of the work on", span(self.retention))?;
+        for (of, what) in [
+            (Of::Tasks, "keys in flight"),
+            (Of::Waiters, "duplicates that wait"),
+            (Of::Buffered, "bytes of requests being read or at work"),
+        ] {
+            match self.each.of(of) {
+                usize::MAX => {}
+                most => writeln!(f, "  At once, for one account: {most} {what}")?,
+            }
+        }
         writeln!(f)?;
         writeln!(f, "All operations that are not named below:")?;
         self.write(&self.base, f)?;

@@ -18,6 +18,10 @@ impl Veto {
         Self(Some(Arc::new(may)))
     }
 
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.is_some()
+    }
+
     /// What has to be kept of a request for the question, if it will be asked.
     pub(crate) fn keeps(&self, parts: &Parts) -> Option<Box<Parts>> {
         self.0.as_ref().map(|_| Box::new(parts.clone()))

@@ -245,17 +245,19 @@ async fn r06_a_service_publishes_its_policy_and_keeps_to_it() {
     let _watchdog = watchdog();
     let store = Store::builder().retention(Duration::from_secs(90 * 60)).build().unwrap();
     let runs = Runs::default();
-    let layer = IdempotencyLayer::single_tenant(store).problem_base("/problems#").operation(
-        "POST /orders/{id}/refund",
-        |policy| {
+    let layer = IdempotencyLayer::single_tenant(store)
+        .problem_base("/problems#")
+        .max_tasks_per_account(7)
+        .expires_header(HeaderName::from_static("x-expires"))
+        .operation("POST /orders/{id}/refund", |policy| {
             policy
                 .header_name(HeaderName::from_static("x-once"))
                 .key_form(KeyForm::Strict)
                 .required(false)
                 .max_request(9)
                 .statuses(StatusTable::keep_all())
-        },
-    );
+                .may_replay(|parts, _| !parts.headers.contains_key("x-withdrawn"))
+        });
     let server = published(layer, &runs).await;
 
     let text = read(&server, "/idempotency").await;
@@ -265,6 +267,9 @@ async fn r06_a_service_publishes_its_policy_and_keeps_to_it() {
         (base, "  Kept for: 90 min, from the end of the work on"),
         (base, "  Length of a key: 1 to 255 characters, 0x20 to 0x7E, not only spaces"),
         (base, "  A key is unique for: operation"),
+        (base, "  At once, for one account: 7 keys in flight"),
+        (base, "  For how many seconds more it is kept is in the field: x-expires"),
+        (refund, "    403 The answer of this key may not be handed out: /problems#replay-refused"),
         (base, "  Methods: POST, PATCH"),
         (
             base,
@@ -283,10 +288,16 @@ async fn r06_a_service_publishes_its_policy_and_keeps_to_it() {
         assert!(part.lines().any(|told| told == line), "{line}\n{text}");
     }
     assert!(!text.contains("account-unknown") && !refund.contains("key-missing"), "{text}");
+    assert!(!base.contains("replay-refused") && !text.contains("that wait"), "{text}");
 
     let openapi: Value = serde_json::from_slice(&read(&server, "/idempotency.json").await).unwrap();
     let settings = &openapi["x-idempotency"];
     assert_eq!(settings["methods"], json!(["POST", "PATCH"]));
+    assert_eq!(
+        (&settings["accountInFlight"], &settings["accountWaiters"]),
+        (&json!(7), &Value::Null)
+    );
+    assert_eq!(settings["expiresField"], "x-expires");
     assert_eq!((&settings["keptSeconds"], &settings["keyLength"]), (&json!(5400.0), &json!(255)));
     let everywhere = &openapi["components"]["parameters"]["IdempotencyKey"];
     assert_eq!(everywhere["name"], "idempotency-key");
@@ -298,7 +309,7 @@ async fn r06_a_service_publishes_its_policy_and_keeps_to_it() {
     assert_eq!(types["enum"], json!(expected));
     assert!(conflict["headers"]["Retry-After"].is_object());
     let problems = openapi["components"]["responses"].as_object().unwrap();
-    for problem in Problem::ALL.into_iter().filter(|it| *it != Problem::AccountUnknown) {
+    for problem in Problem::ALL.into_iter().filter(|it| it.status() != StatusCode::FORBIDDEN) {
         assert!(problems.contains_key(&format!("Idempotency{}", problem.status().as_u16())));
     }
 
