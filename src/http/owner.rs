@@ -64,7 +64,7 @@ where
     let mut received = match intake::read(body.as_mut(), max, limit, charge).await {
         Ok(received) => received,
         Err(refused) => {
-            if matches!(refused, Refused::TooLarge | Refused::NoRoom) {
+            if matches!(refused, Refused::TooLarge | Refused::NoRoom | Refused::OverShare) {
                 intake::linger(&parts, body, max, limit);
             }
             return Ok(not_received(&asked, refused));

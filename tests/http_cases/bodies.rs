@@ -64,6 +64,7 @@ over_all! {
     case_114_a_client_gone_in_the_middle_of_its_upload_claims_nothing,
     case_114_a_body_that_nobody_reads_does_no_harm,
     case_114_a_refusal_reaches_a_client_that_is_still_writing,
+    case_114_a_refusal_for_lack_of_room_reaches_it_too,
 }
 
 async fn case_114_the_handler_sees_the_same_body(wire: Wire) {
@@ -230,6 +231,26 @@ async fn case_114_a_refusal_reaches_a_client_that_is_still_writing(wire: Wire) {
         }
     }
     idle(&once).await;
+    assert_eq!((runs.count(), store.stats().keys), (0, 0));
+}
+
+async fn case_114_a_refusal_for_lack_of_room_reaches_it_too(wire: Wire) {
+    const LARGE: usize = 1_000_000;
+    let (store, runs) = (store(), Runs::default());
+    let once = layer(&store).max_request(LARGE);
+    for (once, status, problem) in [
+        (once.clone().max_buffered(LARGE / 10), 503, "too-busy"),
+        (once.max_buffered_per_account(LARGE / 10), 429, "account-over-share"),
+    ] {
+        let server = serve(echoing(&runs).layer(once.clone())).await;
+        for call in
+            [charge("k").body(numbered(LARGE)), charge("k").body(numbered(LARGE)).in_pieces(9_999)]
+        {
+            let refused = wire.ask(&server, call).await;
+            assert_eq!((refused.status, refused.problem().as_str()), (status, problem));
+        }
+        idle(&once).await;
+    }
     assert_eq!((runs.count(), store.stats().keys), (0, 0));
 }
 
