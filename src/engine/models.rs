@@ -177,6 +177,18 @@ fn winners(dids: &[Did]) -> usize {
 
 type Role = fn(&World, &[Owned]) -> Did;
 
+/// Moves the first bucket of a table that grows.
+fn help(world: &World, _: &[Owned]) -> Did {
+    let guard = world.engine.pin();
+    world.engine.index.move_bucket(0, &world.engine.slabs, &guard);
+    Did::Was(true)
+}
+
+/// Whether "a" is replayed.
+fn replays(world: &World, _: &[Owned]) -> Did {
+    Did::Was(matches!(world.observe("a"), Some(Met::Replay(_))))
+}
+
 /// Runs roles beside each other, in a model for each rotation of them over the threads. `judge` is
 /// told what each did, in the order in which they were given.
 fn ring<const N: usize>(
@@ -261,21 +273,41 @@ fn loom_claim_against_growth() {
 }
 
 #[test]
-#[ignore = "minutes: `.ci/loom --all`"]
+fn loom_a_helper_against_a_takeover() {
+    // As below, with more preemptions.
+    ring(
+        3,
+        Lapse::TakeOver,
+        lapsed_in_a_moving_bucket,
+        [help, |it, _| Did::Met(it.claim("a"))],
+        took_over,
+    );
+}
+
+#[test]
 #[cfg(not(oncekey_reclaim))]
 fn loom_two_helpers_of_one_bucket_and_a_claim() {
-    model(1, || {
-        let world = World::new(Lapse::TakeOver);
-        world.fill("a");
-        world.fill("b");
-        world.grow();
-        let met = race(&world, [|it| it.claim("d"), |it| it.claim("d"), |it| it.claim("d")]);
-        assert_eq!(met.iter().map(won).sum::<usize>(), 1);
-        for key in ["a", "b"] {
-            assert!(matches!(world.observe(key), Some(Met::Replay(_))), "{key} is lost");
-        }
-        world.settle();
-    });
+    // What the claim puts into the new bucket stays there, however late a helper copies.
+    ring(
+        1,
+        Lapse::TakeOver,
+        lapsed_in_a_moving_bucket,
+        [help, help, |it, _| Did::Met(it.claim("a"))],
+        took_over,
+    );
+}
+
+fn lapsed_in_a_moving_bucket(world: &World) -> Vec<Owned> {
+    let owned = world.win("a");
+    world.at(LEASE);
+    world.grow();
+    vec![owned]
+}
+
+fn took_over(world: &World, dids: &[Did]) {
+    assert_eq!(winners(dids), 1);
+    assert!(matches!(world.claim("a"), Met::InFlight(_)), "the new claim is lost");
+    assert_eq!(world.engine.room.used().0, 1);
 }
 
 #[test]
@@ -463,11 +495,7 @@ fn loom_two_helpers_against_slab_death() {
         },
         [
             |it, _| Did::Was(it.engine.sweep_step().reaped == 1),
-            |it, _| {
-                let guard = it.engine.pin();
-                it.engine.index.move_bucket(0, &it.engine.slabs, &guard);
-                Did::Was(true)
-            },
+            help,
             |it, _| Did::Met(it.claim("d")),
         ],
         |world, dids| {
@@ -801,28 +829,26 @@ fn loom_sweep_of_a_ghost_against_a_claim() {
 }
 
 #[test]
-#[ignore = "minutes: `.ci/loom --all`"]
 fn loom_release_while_the_bucket_moves() {
-    roles(
-        BOUND,
+    ring(
+        3,
         Lapse::TakeOver,
         |world| {
             let owned = world.win("a");
-            world.fill("b");
             world.grow();
             vec![owned]
         },
-        |world, owned| {
-            assert!(world.release(&owned[0]));
-            assert!(world.observe("a").is_none());
-            assert_eq!(won(&world.claim("a")), 1);
-            assert!(matches!(world.observe("a"), Some(Met::InFlight(_))), "older than the own win");
-        },
-        |world| won(&world.claim("d")),
-        |world, (), won_d| {
-            assert_eq!(won_d, 1);
-            assert!(matches!(world.claim("a"), Met::InFlight(_)));
-        },
+        [
+            |it, owned| {
+                assert!(it.release(&owned[0]));
+                assert_eq!(won(&it.claim("a")), 1);
+                let met = it.observe("a");
+                assert!(matches!(met, Some(Met::InFlight(_))), "older than the own win");
+                Did::Was(true)
+            },
+            help,
+        ],
+        |world, _| assert!(matches!(world.claim("a"), Met::InFlight(_)), "the own win is lost"),
     );
 }
 
@@ -1060,6 +1086,68 @@ fn loom_forget_account_while_the_bucket_moves() {
             assert!(world.observe("a").is_none());
             assert_eq!(world.engine.room.used().0, 1);
         },
+    );
+}
+
+#[test]
+fn loom_growth_against_the_first_claim() {
+    // Who makes a table looks at what the present one holds.
+    ring(
+        3,
+        Lapse::TakeOver,
+        |_| Vec::new(),
+        [
+            |it, _| {
+                it.grow();
+                Did::Was(true)
+            },
+            |it, _| Did::Met(it.claim("a")),
+        ],
+        |world, dids| {
+            assert_eq!(winners(dids), 1);
+            assert!(matches!(world.claim("a"), Met::InFlight(_)), "a is lost");
+        },
+    );
+}
+
+#[test]
+fn loom_look_while_the_bucket_moves() {
+    ring(
+        3,
+        Lapse::TakeOver,
+        |world| {
+            world.fill("a");
+            world.grow();
+            Vec::new()
+        },
+        [help, replays],
+        |_, dids| assert!(dids[1].was(), "a is lost"),
+    );
+}
+
+#[test]
+fn loom_two_buckets_move_and_the_root() {
+    // Who moves the last bucket moves the root: it leads to what others have moved before.
+    ring(
+        3,
+        Lapse::TakeOver,
+        |world| {
+            world.fill("a");
+            world.grow();
+            help(world, &[]);
+            world.grow();
+            Vec::new()
+        },
+        [
+            |it, _| {
+                let guard = it.engine.pin();
+                it.engine.index.move_bucket(1 << 63, &it.engine.slabs, &guard);
+                drop(guard);
+                replays(it, &[])
+            },
+            help,
+        ],
+        |_, dids| assert!(dids[0].was(), "a is lost"),
     );
 }
 
@@ -1324,6 +1412,30 @@ mod freeing {
             |world, dids| {
                 assert_eq!(winners(dids), 1);
                 assert_eq!(world.engine.waiters.total(), 0);
+            },
+        );
+    }
+
+    #[test]
+    fn loom_freed_cell_against_the_next_claim() {
+        // The cell of "a" is given back, or its block goes, while a claim takes what is free.
+        ring(
+            FREEING,
+            Lapse::TakeOver,
+            |world| {
+                world.fill("a");
+                Vec::new()
+            },
+            [
+                |it, _| {
+                    it.engine.trim();
+                    Did::Was(true)
+                },
+                |it, _| Did::Met(it.claim("b")),
+            ],
+            |world, dids| {
+                assert_eq!(winners(dids), 1);
+                assert!(matches!(world.claim("b"), Met::InFlight(_)), "b is lost");
             },
         );
     }
