@@ -1,6 +1,6 @@
 # Makes each memory ordering of the engine one that `ONCEKEY_WEAK=NUMBER` in the environment turns
 # into Relaxed (a fence: into nothing): `perl orderings.pl TREE`. Prints the sites, a line for each:
-# number, file, line, code. Only for the models: the real sources are not touched.
+# number, file, line, function, code. Only for the models: the real sources are not touched.
 use strict;
 use warnings;
 
@@ -12,10 +12,12 @@ for my $file (map { "src/$_.rs" } @files) {
     open(my $in, '<', "$tree/$file") or die "$file: $!";
     my @lines = <$in>;
     my $above = '';
+    my $function = '';
     my $line = 0;
     my $ours = 1;
     for (@lines) {
         $line++;
+        $function = $1 if /\bfn (\w+)/;
         $ours = 0 if /^(pub )?mod (models|tests) \{/ || /pub\(crate\) fn (pass_over|begin_growth)/;
         $ours = 1 if $file =~ /slab|index/ && /^    \}$/;
         next if !$ours || m{^\s*//};
@@ -27,7 +29,7 @@ for my $file (map { "src/$_.rs" } @files) {
             $number++;
             $part++;
             my $which = $part > 1 ? " (the second)" : '';
-            print "$number\t$file\t$line\t$told$which\n";
+            print "$number\t$file\t$line\t$function\t$told$which\n";
             $1 ? "crate::sync::weak_fence($number)"
                : "crate::sync::weak($number, Ordering::$2)" . ($3 // '');
         }ge;
@@ -43,7 +45,7 @@ open(my $in, '<', "$tree/src/sync.rs") or die "sync: $!";
 my $sync = do { local $/ = undef; <$in> };
 for my $name (qw(fence_after_seq_cst_addition between_seq_cst)) {
     $number++;
-    print "$number\tsrc/sync.rs\t0\tfence of $name\n";
+    print "$number\tsrc/sync.rs\t0\t$name\tfence(Ordering::SeqCst)\n";
     $sync =~ s/(fn $name\(\) \{[^}]*?(?:else \{\s*)?)\bfence\(Ordering::SeqCst\)/$1crate::sync::weak_fence($number)/
         or $sync =~ s/(fn $name\(\) \{.*?\belse \{\s*)fence\(Ordering::SeqCst\)/$1crate::sync::weak_fence($number)/s
         or die "sync: no $name";

@@ -1151,6 +1151,110 @@ fn loom_two_buckets_move_and_the_root() {
     );
 }
 
+/// The lane's one block of cells is used up, and "a" is new.
+#[cfg(not(oncekey_reclaim))]
+fn used_up(world: &World) -> Vec<Owned> {
+    for _ in 0..4 {
+        let owned = world.win("a");
+        assert!(world.release(&owned));
+    }
+    Vec::new()
+}
+
+#[test]
+#[cfg(not(oncekey_reclaim))]
+fn loom_two_claims_and_a_new_block() {
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        used_up,
+        [|it, _| Did::Met(it.claim("a")), |it, _| Did::Met(it.claim("b"))],
+        |_, dids| assert_eq!(winners(dids), 2),
+    );
+}
+
+#[test]
+#[cfg(not(oncekey_reclaim))]
+fn loom_sweep_against_a_new_block() {
+    // It takes places off the end while the claim puts a block there: the next sweep sees it.
+    ring(
+        3,
+        Lapse::Hold,
+        used_up,
+        [
+            |it, _| Did::Was(it.engine.sweep_step().reaped == 0),
+            |it, _| Did::Met(it.claim("b")),
+        ],
+        |world, dids| {
+            assert!(dids[0].was());
+            assert_eq!(winners(dids), 1);
+            world.at(LEASE);
+            world.engine.sweep_step();
+            assert_eq!(world.engine.in_flight(), 0, "a claim that no sweep meets");
+        },
+    );
+}
+
+#[test]
+fn loom_sweep_against_a_claim_that_sleeps() {
+    // It has a cell when its lease and its retention are over, and no slot yet.
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        |world| {
+            world.fill("b");
+            Vec::new()
+        },
+        [
+            |it, _| {
+                it.at(LEASE + RETENTION);
+                it.engine.sweep_step();
+                Did::Was(true)
+            },
+            |it, _| Did::Met(it.claim("a")),
+        ],
+        |world, dids| {
+            assert_eq!(winners(dids), 1);
+            assert!(world.engine.room.used().0 <= 1);
+        },
+    );
+}
+
+fn two_owners(world: &World) -> Vec<Owned> {
+    ["a", "b"].map(|key| world.win(key)).into()
+}
+
+/// The open slab has room for one of two.
+fn two_owners_and_a_record(world: &World) -> Vec<Owned> {
+    world.fill("a");
+    assert_eq!(world.engine.forget(&frame("a"), false), Ok(true));
+    two_owners(world)
+}
+
+#[test]
+fn loom_two_completions_and_a_new_slab() {
+    for prepare in [two_owners, two_owners_and_a_record] {
+        ring(
+            BOUND,
+            Lapse::TakeOver,
+            prepare,
+            [
+                |it, owned| Did::Was(it.complete(&owned[0], "first")),
+                |it, owned| Did::Was(it.complete(&owned[1], "second")),
+            ],
+            |world, dids| {
+                assert!(dids.iter().all(Did::was));
+                for (key, whole) in [("a", &b"first"[..]), ("b", b"second")] {
+                    match world.observe(key) {
+                        Some(Met::Replay(answer)) => assert_eq!(body(&answer.outcome), whole),
+                        _ => panic!("{key} is lost"),
+                    }
+                }
+            },
+        );
+    }
+}
+
 /// Races of what frees memory with what still looks at it, on the real reclamation and with the
 /// address sanitizer. Whoever unlinks something also frees all that may be freed, in the model.
 #[cfg(oncekey_reclaim)]

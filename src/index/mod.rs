@@ -661,13 +661,14 @@ impl Shard {
 impl Drop for Index {
     fn drop(&mut self) {
         for shard in &self.shards {
-            let mut address = shard.root.load(Ordering::Acquire) as usize;
+            // Relaxed: nobody else has the index any more.
+            let mut address = shard.root.load(Ordering::Relaxed) as usize;
             while address != 0 {
                 // SAFETY: nobody uses the index any more; tables come from boxes.
                 let table = unsafe {
                     Box::from_raw(std::ptr::with_exposed_provenance_mut::<Table>(address))
                 };
-                address = table.next.load(Ordering::Acquire) as usize;
+                address = table.next.load(Ordering::Relaxed) as usize;
             }
         }
     }

@@ -151,8 +151,8 @@ impl Table {
     pub(super) fn extend(&self, last: &Bucket) -> bool {
         let new = Box::into_raw(Box::new(Bucket::new()));
         let address = new.expose_provenance() as u64;
-        // AcqRel: publishes the bucket. Only a head has `done`, which is set after `frozen`.
-        let linked = last.link.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire);
+        // AcqRel: publishes the bucket. Relaxed: what is there instead is read again. Only a head has `done`, which is set after `frozen`.
+        let linked = last.link.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed);
         if linked.is_err() {
             // SAFETY: nobody has seen it.
             drop(unsafe { Box::from_raw(new) });
@@ -209,8 +209,8 @@ impl Shard {
             }
             let new = Box::into_raw(Table::new(FEWEST, base, &self.pages));
             let address = new.expose_provenance() as u64;
-            // AcqRel: publishes the table.
-            if self.root.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_err()
+            // AcqRel: publishes the table. Relaxed: another one is read again.
+            if self.root.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed).is_err()
             {
                 // SAFETY: nobody has seen it.
                 drop(unsafe { Box::from_raw(new) });
@@ -246,8 +246,8 @@ impl Shard {
         };
         let new = Box::into_raw(Table::new(bits, slabs.number(), &self.pages));
         let address = new.expose_provenance() as u64;
-        // AcqRel: publishes the table.
-        if table.next.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        // AcqRel: publishes the table. Relaxed: another one is not looked at here.
+        if table.next.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             // SAFETY: nobody has seen it.
             drop(unsafe { Box::from_raw(new) });
         }
@@ -319,7 +319,8 @@ impl Shard {
             let (old, new) = (std::ptr::from_ref(table), std::ptr::from_ref(next));
             let old = old.expose_provenance() as u64;
             let new = new.expose_provenance() as u64;
-            let moved = self.root.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
+            // Relaxed: who has moved it on before is not followed.
+            let moved = self.root.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed);
             if moved.is_ok() {
                 self.name_buckets(next);
                 // SAFETY: the root has left the table, and nothing else leads to it. It came from a
@@ -369,9 +370,9 @@ fn freeze(head: &Bucket, slabs: &Slabs, guard: &Guard<'_>) {
             Next::Bucket(next) => bucket = next,
             Next::Frozen => return,
             Next::End => {
-                // Failure: it was frozen, or a bucket more to freeze has come.
+                // Failure: it was frozen, or a bucket more to freeze has come; it is read again.
                 let _ =
-                    bucket.link.compare_exchange(0, FROZEN, Ordering::AcqRel, Ordering::Acquire);
+                    bucket.link.compare_exchange(0, FROZEN, Ordering::AcqRel, Ordering::Relaxed);
             }
         }
     }
@@ -431,13 +432,14 @@ fn copy(table: &Table, number: usize, position: usize, value: Value) {
 impl Drop for Table {
     fn drop(&mut self) {
         for head in self.buckets.iter() {
-            let mut address = (head.link.load(Ordering::Acquire) & !(DONE | FROZEN)) as usize;
+            // Relaxed: nobody else has the table any more.
+            let mut address = (head.link.load(Ordering::Relaxed) & !(DONE | FROZEN)) as usize;
             while address != 0 {
                 // SAFETY: `extend` has made it from a box; nobody uses the table any more.
                 let bucket = unsafe {
                     Box::from_raw(std::ptr::with_exposed_provenance_mut::<Bucket>(address))
                 };
-                address = (bucket.link.load(Ordering::Acquire) & !(DONE | FROZEN)) as usize;
+                address = (bucket.link.load(Ordering::Relaxed) & !(DONE | FROZEN)) as usize;
             }
         }
     }

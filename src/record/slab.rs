@@ -576,7 +576,7 @@ impl Slabs {
                         address as u64,
                         0,
                         Ordering::AcqRel,
-                        Ordering::Acquire,
+                        Ordering::Relaxed,
                     );
                 }
             }
@@ -768,11 +768,11 @@ impl Slabs {
         let there = entry_of(address, slab.number);
         // AcqRel: only one thread goes on from here, and nobody finds the slab any more. Failure:
         // a late `add` has emptied it once more.
-        if entry.compare_exchange(there, 0, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        if entry.compare_exchange(there, 0, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return;
         }
         if let Some(lane) = self.lanes.get(slab.lane) {
-            let _ = lane.open.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Acquire);
+            let _ = lane.open.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Relaxed);
         }
         self.live.fetch_sub(1, Ordering::Relaxed);
         let spare = Arc::as_ptr(&self.spare).expose_provenance() as u64;
@@ -1171,7 +1171,8 @@ impl Drop for Slabs {
                 let guard = domain.pin(0);
                 let Some(slab) = self.slab(place, &guard) else { continue };
                 let mut offset = slab.first;
-                while offset < (slab.word.load(Ordering::Acquire) & (ONE - 1)).min(slab.cap) {
+                // Relaxed, as below: nobody else has the slabs any more.
+                while offset < (slab.word.load(Ordering::Relaxed) & (ONE - 1)).min(slab.cap) {
                     let record = slab.record(offset);
                     let state = record.state();
                     if state == UNWRITTEN {
@@ -1187,7 +1188,7 @@ impl Drop for Slabs {
             }
         }
         for chunk in &self.directory {
-            let chunk = chunk.load(Ordering::Acquire) as usize;
+            let chunk = chunk.load(Ordering::Relaxed) as usize;
             if chunk != 0 {
                 // SAFETY: `entry_made` has made it from a box; nobody uses the store any more.
                 unsafe {
