@@ -681,3 +681,79 @@ unsafe fn drop_block(block: u64, _: u64) {
     // SAFETY: see above.
     drop(unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Block>(block as usize)) });
 }
+
+#[cfg(all(test, oncekey_loom, oncekey_reclaim))]
+mod models {
+    use loom::thread;
+
+    use super::*;
+    use crate::{
+        fingerprint::Scheme,
+        identity::Identity,
+        reclaim::Domain,
+        sync::{Arc, explore},
+    };
+
+    struct World {
+        domain: Domain,
+        cells: Cells,
+        slot: AtomicU64,
+    }
+
+    fn make(world: &World, guard: &Guard<'_>) -> u64 {
+        let Ok(identity) = Identity::new("a", "e", "k") else { panic!("no identity") };
+        let fingerprint = Fingerprint::from_parts(Scheme::REQUEST_1, [7; 32]);
+        let at = Millis(0);
+        let frame = identity.frame();
+        world.cells.make(7, &frame, fingerprint, at, at, at, guard).cell().bits()
+    }
+
+    fn refill(world: &World, times: usize) {
+        let guard = world.domain.pin(0);
+        let Some(block) = world.cells.block(0, &guard) else { panic!("no block") };
+        (0..times).for_each(|_| drop(block.refill(&guard)));
+    }
+
+    #[test]
+    fn loom_cell_retired_by_one_and_sealed_by_another_against_a_look() {
+        explore(2, || {
+            let (domain, cells) = (Domain::new(2), Cells::new());
+            let world = Arc::new(World { domain, cells, slot: AtomicU64::new(0) });
+            {
+                let guard = world.domain.pin(0);
+                let other = make(&world, &guard);
+                world.slot.store(make(&world, &guard), Ordering::Release);
+                // It waits, so that who retires the next one does not seal it.
+                // SAFETY: made above.
+                Cells::retire(unsafe { Cell::from_bits(other, &guard) }, &guard);
+            }
+            world.domain.turn_over();
+            let runs: [fn(&World); 3] = [
+                |world| {
+                    let guard = world.domain.pin(0);
+                    let bits = world.slot.swap(0, Ordering::AcqRel);
+                    // SAFETY: the slot named it, and this thread has taken it out.
+                    Cells::retire(unsafe { Cell::from_bits(bits, &guard) }, &guard);
+                },
+                |world| {
+                    refill(world, 2);
+                    world.domain.turn_over();
+                    refill(world, 1);
+                },
+                |world| {
+                    let guard = world.domain.pin(1);
+                    let bits = world.slot.load(Ordering::Acquire);
+                    if bits != 0 {
+                        // SAFETY: the slot names it, and there is a guard.
+                        assert_eq!(unsafe { Cell::from_bits(bits, &guard) }.hash(), 7);
+                    }
+                },
+            ];
+            let threads = runs.map(|run| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || run(&world))
+            });
+            threads.into_iter().for_each(|thread| assert!(thread.join().is_ok()));
+        });
+    }
+}
