@@ -1217,6 +1217,26 @@ fn loom_sweep_against_a_claim_that_sleeps() {
     );
 }
 
+#[test]
+#[cfg(not(oncekey_reclaim))]
+fn loom_compaction_of_the_last_record_against_a_look() {
+    // "b" is moved out of its slab, which is buried then: who finds it gone sees where "b" went.
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        |world| {
+            ["a", "b", "c"].into_iter().for_each(|key| world.fill(key));
+            Vec::new()
+        },
+        [
+            |it, _| Did::Was(it.engine.forget(&frame("a"), false) == Ok(true)),
+            |it, _| Did::Was(it.engine.sweep_step().reaped == 0),
+            |it, _| Did::Was(matches!(it.observe("b"), Some(Met::Replay(_)))),
+        ],
+        |_, dids| assert!(dids.iter().all(Did::was)),
+    );
+}
+
 fn two_owners(world: &World) -> Vec<Owned> {
     ["a", "b"].map(|key| world.win(key)).into()
 }
