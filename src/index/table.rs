@@ -151,7 +151,8 @@ impl Table {
     pub(super) fn extend(&self, last: &Bucket) -> bool {
         let new = Box::into_raw(Box::new(Bucket::new()));
         let address = new.expose_provenance() as u64;
-        // AcqRel: publishes the bucket. Relaxed: what is there instead is read again. Only a head has `done`, which is set after `frozen`.
+        // AcqRel: publishes the bucket. Relaxed: what is there instead is read again. Only a head has
+        // `done`, which is set after `frozen`.
         let linked = last.link.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed);
         if linked.is_err() {
             // SAFETY: nobody has seen it.
