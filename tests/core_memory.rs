@@ -1,14 +1,17 @@
 //! The bytes of a store against the bytes of the allocator: the limit is hard, and what is over
 //! gives everything back (R25, R26).
 //!
-//! The allocator counts for each thread by itself, and the stores here are swept by hand: so a test
-//! sees its own store and nothing else, to the byte.
+//! The allocator counts for each thread by itself, the stores here are swept by hand, and one test
+//! runs at a time, because a thread of another test that loses its processor in the middle of a look
+//! holds back what every store would free: so a test sees its own store and nothing else, to the
+//! byte.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
 #![allow(unsafe_code, reason = "an allocator that counts is unsafe by its trait")]
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     cell::Cell,
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use oncekey::{Claim, ClaimError, Identity, Lapse, Outcome, Store, StoreBuilder};
@@ -58,14 +61,16 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Live bytes of this thread since some point.
-struct Since(isize);
+/// Live bytes of this thread since some point, with the process to itself from there on.
+struct Since(isize, #[expect(dead_code, reason = "held, not read")] MutexGuard<'static, ()>);
 
 impl Since {
     fn now() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         stay_here();
         PEAK.set(LIVE.get());
-        Self(LIVE.get())
+        Self(LIVE.get(), alone)
     }
 
     fn bytes(&self) -> usize {
@@ -107,7 +112,9 @@ fn roomy(builder: StoreBuilder) -> StoreBuilder {
 #[test]
 fn r25_the_bytes_that_are_counted_cover_those_that_are_taken() {
     // The first store of a process makes what all of them share.
+    let alone = Since::now();
     drop(by_hand());
+    drop(alone);
     for (keys, key, lines, body) in [
         (100_000, 1, 0, 0),
         (100_000, 36, 1, 200),
@@ -133,7 +140,9 @@ fn r25_the_bytes_that_are_counted_cover_those_that_are_taken() {
                 }
                 let (live, counted) = (start.bytes(), store.stats().bytes);
                 assert!(live <= counted + NOTHING + waiting(), "{live} of {counted} after {n}");
-                if n >= 1_000 {
+                // With so many keys what is counted for each outweighs what is counted for none: a
+                // store's own bytes, and tables and cells that wait until nobody can see them.
+                if n >= 2_000 {
                     assert!(live <= counted + waiting(), "{live} of {counted} after {n}");
                     closest = closest.max(live as f64 / counted as f64);
                 }
@@ -345,9 +354,9 @@ fn fill_and_empty(store: &Store, clock: &oncekey::ManualClock) {
 
 #[test]
 fn r15_those_who_waited_leave_nothing_behind() {
+    let start = Since::now();
     let (store, _) = by_hand();
     let mut second = 0;
-    let start = Since::now();
     for round in 0..20 {
         let permit = store.claim(&id("k"), same()).won();
         let tasks: Vec<_> =
@@ -366,10 +375,10 @@ fn r15_those_who_waited_leave_nothing_behind() {
 
 #[test]
 fn drain_a_look_that_was_given_up_leaves_nothing_behind() {
+    let start = Since::now();
     let (store, _) = by_hand();
     let _permit = store.claim(&id("k"), same()).won();
     let mut second = 0;
-    let start = Since::now();
     for round in 0..1_000 {
         // An operator's loop: how far is it?
         assert!(!store.drain().wait_timeout(std::time::Duration::ZERO));
@@ -406,6 +415,7 @@ fn case_093_what_is_replaced_does_not_pile_up() {
 /// round of others' work costs more than the one before.
 #[test]
 fn r26_a_thread_that_sleeps_and_a_replay_that_is_held_hold_nothing_back() {
+    let start = Since::now();
     let (store, clock) = by_hand_with(roomy);
     let large = Outcome::new(200).body(vec![7; 100_000]);
     store.claim(&id("small"), same()).won().complete(Outcome::new(200).body("7")).unwrap();
@@ -423,7 +433,6 @@ fn r26_a_thread_that_sleeps_and_a_replay_that_is_held_hold_nothing_back() {
             assert_eq!(held.map(|replay| replay.bytes().len()), [1, 100_000]);
         });
         looked.wait();
-        let start = Since::now();
         let round = |_| {
             for n in 0..5_000 {
                 let key = n.to_string();
