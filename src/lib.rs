@@ -22,6 +22,9 @@ mod permit;
 mod capacity;
 mod expire;
 mod lane;
+// Memory that outlives the process.
+#[cfg(feature = "tier")]
+pub mod tier;
 // The edges.
 #[cfg(feature = "axum")]
 mod axum;
@@ -43,6 +46,8 @@ pub use fingerprint::{Fingerprint, FingerprintBuilder, Scheme};
 pub use header::KeyForm;
 pub use header::{Key, KeyError};
 pub use identity::{Identity, IdentityError};
+#[cfg(feature = "tier")]
+pub use outcome::DecodeError;
 pub use outcome::{HeaderLines, Outcome};
 pub use permit::{Completed, Permit, Token};
 pub use stats::Stats;

@@ -18,6 +18,38 @@ const BUFFER: usize = 64;
 /// How much larger than its bytes a body's buffer may be without being copied.
 const SLACK: usize = 8;
 
+/// The version of [`Outcome::to_bytes`].
+#[cfg(feature = "tier")]
+const VERSION: u8 = 1;
+
+/// Why [`Outcome::from_bytes`] made no outcome.
+#[cfg(feature = "tier")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// Written by another version of this crate, which this one does not know.
+    Version(u8),
+    /// Cut off or changed.
+    Damaged,
+}
+
+#[cfg(feature = "tier")]
+impl fmt::Display for DecodeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Version(found) => write!(
+                f,
+                "format version {found}, but this program knows {VERSION}: it was written by a newer \
+                 version of Oncekey"
+            ),
+            Self::Damaged => f.write_str("the bytes are damaged"),
+        }
+    }
+}
+
+#[cfg(feature = "tier")]
+impl std::error::Error for DecodeError {}
+
 /// The stored answer of one intent: the same status, the same header lines in the same order and
 /// the same body bytes for everyone who asks (R16).
 ///
@@ -108,6 +140,48 @@ impl Outcome {
     pub(crate) fn size_of(head: usize, body: usize) -> usize {
         let buffer = |len: usize| if len == 0 { 0 } else { BUFFER + len };
         buffer(head) + buffer(body)
+    }
+
+    /// The outcome as bytes that a tier stores: a version, the status, the header lines, the body.
+    ///
+    /// ```text
+    /// | version u8 = 1 | status u16 | length of the header lines u32 | header lines | body |
+    /// ```
+    #[cfg(feature = "tier")]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(7 + self.len());
+        bytes.push(VERSION);
+        bytes.extend_from_slice(&self.status.to_be_bytes());
+        // No message has 4 GiB of header lines; `from_bytes` refuses what was cut.
+        bytes.extend_from_slice(&u32::try_from(self.head.len()).unwrap_or(u32::MAX).to_be_bytes());
+        bytes.extend_from_slice(&self.head);
+        bytes.extend_from_slice(&self.body);
+        bytes
+    }
+
+    /// The outcome of which [`to_bytes`](Self::to_bytes) has made `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// [`DecodeError`] if it has made no such bytes, or another version has.
+    #[cfg(feature = "tier")]
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let (version, rest) = bytes.split_first().ok_or(DecodeError::Damaged)?;
+        if *version != VERSION {
+            return Err(DecodeError::Version(*version));
+        }
+        let (status, rest) = rest.split_first_chunk().ok_or(DecodeError::Damaged)?;
+        let (length, rest) = rest.split_first_chunk().ok_or(DecodeError::Damaged)?;
+        let (head, body) = rest
+            .split_at_checked(u32::from_be_bytes(*length) as usize)
+            .ok_or(DecodeError::Damaged)?;
+        let mut lines = HeaderLines { rest: head };
+        while lines.next().is_some() {}
+        if !lines.rest.is_empty() {
+            return Err(DecodeError::Damaged);
+        }
+        let (head, body) = (Bytes::copy_from_slice(head), Bytes::copy_from_slice(body));
+        Ok(Self { status: u16::from_be_bytes(*status), head, body })
     }
 
     /// An outcome of parts that another one had.

@@ -25,6 +25,12 @@ pub struct Token {
 }
 
 impl Token {
+    /// A token as a tier has stored it.
+    #[cfg(feature = "tier")]
+    pub fn new(owner: u64, number: u64) -> Self {
+        Self { owner, number }
+    }
+
     /// Random for each store and process start.
     pub fn owner(&self) -> u64 {
         self.owner
