@@ -52,6 +52,12 @@ pub struct Replay {
 }
 
 impl Replay {
+    /// An outcome that was stored elsewhere.
+    #[cfg(feature = "tier")]
+    pub(crate) fn new(outcome: Outcome, age: Duration, remaining: Duration) -> Self {
+        Self { answer: Answer { outcome, age, remaining } }
+    }
+
     /// The outcome, shared with the store.
     pub fn outcome(&self) -> &Outcome {
         &self.answer.outcome
@@ -123,6 +129,16 @@ pub struct Pending {
 }
 
 impl Pending {
+    #[cfg(feature = "tier")]
+    pub(crate) fn identity(&self) -> Identity<'_> {
+        Identity::from_frame(&self.frame)
+    }
+
+    #[cfg(feature = "tier")]
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint
+    }
+
     /// Waits as a task: a future that may be dropped at any time.
     ///
     /// It has no limit of its own: wrap it in the runtime's time-out. It is woken by the owner, or

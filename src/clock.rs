@@ -34,6 +34,14 @@ pub trait Clock: Send + Sync + 'static {
     }
 }
 
+/// The wall clock, in microseconds since 1970: for numbers that follow each other from one process
+/// to the next, never for the end of a record in memory (R23).
+#[cfg(feature = "tier")]
+pub(crate) fn wall_micros() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+}
+
 /// The operating system's monotonic clock. It does not follow steps of the wall clock.
 ///
 /// On Linux it is `CLOCK_MONOTONIC_COARSE`, which stands still while the machine is suspended: a

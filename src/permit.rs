@@ -122,6 +122,23 @@ impl Permit {
         Ok(Completed { kept: matches!(finish, Finish::Kept) })
     }
 
+    /// As [`complete`](Self::complete), or without an answer kept, for `retention`, which a tier has
+    /// stated; longer than the store's it is not.
+    #[cfg(feature = "tier")]
+    pub(crate) fn complete_for(
+        mut self,
+        outcome: Option<Outcome>,
+        retention: std::time::Duration,
+    ) -> Result<Completed, Lost> {
+        let retention = crate::clock::Millis::at(retention);
+        let Claimed { hold, owned, .. } = self.settle();
+        let (engine, lane) = (hold.engine(), hold.lane());
+        let guard = engine.pin();
+        let finish =
+            engine.complete_for(retention, lane, owned.cell(), By::Owner, outcome, &guard)?;
+        Ok(Completed { kept: matches!(finish, Finish::Kept) })
+    }
+
     /// The claim, for a verb that ends the permit.
     fn settle(&mut self) -> &Claimed {
         self.settled = true;

@@ -84,6 +84,8 @@ counters! {
     double_runs,
     /// Records that ended by their retention.
     expired,
+    /// Completed records that left memory for room, because a tier has them (R25).
+    evicted,
     /// Records forgotten by an operator.
     forgotten,
     /// Held identities resolved by an operator.
@@ -95,7 +97,7 @@ counters! {
 impl Counters {
     /// How many records and claims have left.
     pub(crate) fn ended(&self) -> u64 {
-        [&self.expired, &self.forgotten, &self.released, &self.taken_over]
+        [&self.expired, &self.evicted, &self.forgotten, &self.released, &self.taken_over]
             .iter()
             .fold(0, |sum, counter| sum + counter.read())
     }

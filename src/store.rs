@@ -571,6 +571,24 @@ impl Store {
         settings.lease.since(settings.lag)
     }
 
+    /// For how long an attended claim counts as renewed.
+    #[cfg(feature = "tier")]
+    pub(crate) fn max_run(&self) -> Duration {
+        let settings = &self.engine().settings;
+        settings.max_run.since(settings.lag)
+    }
+
+    #[cfg(feature = "tier")]
+    pub(crate) fn on_abandon(&self) -> Abandon {
+        self.engine().settings.on_abandon
+    }
+
+    /// Lets completed records leave memory when room is needed, because a tier has them (R25).
+    #[cfg(feature = "tier")]
+    pub(crate) fn evict_when_full(&self) {
+        self.engine().evict_when_full();
+    }
+
     /// Counts a run whose completion met another run's (R9).
     #[cfg(feature = "http")]
     pub(crate) fn note_double_run(&self) {

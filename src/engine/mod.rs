@@ -109,6 +109,9 @@ pub(crate) struct Engine {
     /// Random for each store: tokens of two processes never meet (R9).
     owner: u64,
     draining: AtomicBool,
+    /// Whether completed records may leave before their end, because a tier has them (R25). Relaxed:
+    /// it publishes nothing.
+    evicts: AtomicBool,
     /// Who waits for the end of a drain.
     drained: Mutex<Drained>,
     /// Wakers that a sweep has still to call. A list of the store's own, so that a waker that panics
@@ -248,6 +251,7 @@ impl Engine {
             alarm: Arc::default(),
             owner: std::hash::RandomState::new().hash_one(std::process::id()),
             draining: AtomicBool::new(false),
+            evicts: AtomicBool::new(false),
             drained: Mutex::default(),
             unwoken: Mutex::default(),
             sweeping: Mutex::default(),
@@ -265,6 +269,12 @@ impl Engine {
         }
         // Written at most once a millisecond by each thread.
         Millis(self.latest.fetch_max(read.0, Ordering::Relaxed)).max(read)
+    }
+
+    /// Lets completed records leave when room is needed, from now on.
+    #[cfg(feature = "tier")]
+    pub(crate) fn evict_when_full(&self) {
+        self.evicts.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn owner(&self) -> u64 {
@@ -762,6 +772,7 @@ impl Engine {
             }
             self.room.enter(lane.number, account, bytes)
         });
+        let entered = entered.or_else(|refusal| self.enter_evicting(lane, account, bytes, refusal));
         match entered {
             Ok(Drew(true)) => {
                 self.alarm.ring_if_idle();
@@ -770,6 +781,28 @@ impl Engine {
             Ok(Drew(false)) => Ok(()),
             Err(refusal) => Err(self.refused(refusal, now)),
         }
+    }
+
+    /// Takes room for a claim that found none, by evicting what a tier still has. An account's share
+    /// is not helped by what others lose.
+    #[cold]
+    fn enter_evicting(
+        &self,
+        lane: &Lane,
+        account: &[u8],
+        bytes: usize,
+        refusal: Refusal,
+    ) -> Result<Drew, Refusal> {
+        if refusal == Refusal::Account {
+            return Err(refusal);
+        }
+        let entered = std::cell::Cell::new(Err(refusal));
+        let enter = || {
+            entered.set(self.room.enter(lane.number, account, bytes));
+            entered.get().is_ok()
+        };
+        self.evict_until(enter, &self.pin());
+        entered.get()
     }
 
     /// Gives the room of a claim back that is not done.

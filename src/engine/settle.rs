@@ -67,17 +67,33 @@ impl Engine {
         answer: Option<Outcome>,
         guard: &Guard<'_>,
     ) -> Result<Finish, Lost> {
+        self.complete_for(self.settings.retention, lane, cell, by, answer, guard)
+    }
+
+    /// As [`Engine::complete`], for an outcome that ends after `retention`, which is at most that of
+    /// the store: somebody else has completed it before.
+    #[inline]
+    pub(crate) fn complete_for(
+        &self,
+        retention: Millis,
+        lane: &Lane,
+        cell: &Cell,
+        by: By,
+        answer: Option<Outcome>,
+        guard: &Guard<'_>,
+    ) -> Result<Finish, Lost> {
         let now = self.now();
         let mut word = cell.word();
         if let Some(cause) = by.stale(word) {
             return Err(self.lost_permit(lane, cell, by, cause, answer, guard));
         }
-        let end = now.plus(self.settings.retention);
+        let end = now.plus(retention.min(self.settings.retention));
         let reserved = self.room_of(cell.frame());
         let own = record::cost(cell.frame().len());
         let size = answer.as_ref().map_or(0, Outcome::size);
         let more = own.saturating_add(size).saturating_sub(reserved);
-        let fits = self.room.grow(lane.number, more);
+        let fits = self.room.grow(lane.number, more)
+            || self.evict_until(|| self.room.grow(lane.number, more), guard);
         let (more, size) = if fits { (more, size) } else { (0, 0) };
         let answer = match answer {
             Some(answer) if !fits && by == By::Operator => return Ok(Finish::NoRoom(answer)),
@@ -111,6 +127,9 @@ impl Engine {
         let was_kept = kept && written.is_some();
         if let Some((place, record)) = written {
             self.slabs.confirm(record);
+            if retention < self.settings.retention {
+                self.slabs.note_early(lane.number, place, end, guard);
+            }
             self.index.swing(cell, Some(place), &self.slabs, guard);
             self.room.shrink(lane.number, (reserved + more).saturating_sub(own + size));
         } else {

@@ -21,6 +21,9 @@ const BLOCKS: usize = 16;
 /// Records that a step makes dead.
 const RECORDS: usize = 1024;
 
+/// Records that are evicted for one that finds no room.
+const EVICTED: usize = 64;
+
 /// Shards of the index whose tables a step looks at.
 const SHARDS: usize = 32;
 
@@ -114,6 +117,34 @@ impl Engine {
         turn.gone += ended.wrapping_sub(turn.ended);
         turn.ended = ended;
         (step, woken)
+    }
+
+    /// Takes completed records out, oldest first, until `done` says that there is room enough or none
+    /// is left: a tier behind the store still has them (R25). False if that was not reached, or
+    /// nobody has allowed it.
+    pub(super) fn evict_until(&self, done: impl Fn() -> bool, guard: &Guard<'_>) -> bool {
+        if !self.evicts.load(Ordering::Relaxed) {
+            return false;
+        }
+        let own = self.own_lane();
+        // One at a time; who comes next finds what the one before has made room for.
+        let turn = self.sweeping.lock();
+        let mut more = true;
+        while !done() {
+            if !more {
+                return false;
+            }
+            let (mut keys, mut bytes) = (0, 0);
+            more = self.slabs.evict(EVICTED, guard, |record| {
+                keys += 1;
+                bytes += record.cost() as u64;
+                self.room.leave_share(own.number, Identity::from_frame(record.frame()).account());
+            });
+            self.room.leave_many(keys, bytes);
+            own.counters.evicted.add(keys);
+        }
+        drop(turn);
+        true
     }
 
     /// Whether nothing is in the store, nor anything left of what was; if so, the next claim rings

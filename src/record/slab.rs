@@ -353,7 +353,7 @@ struct Slab {
     reaped: AtomicU64,
     /// Units of records that were killed before their end, or before those in front of them.
     holes: Tally,
-    /// Before this time no copy in it ends. Only the sweep writes it.
+    /// Before this time no record in it ends that ends before its neighbours, such as a copy.
     copies: Tally,
     lane: usize,
 }
@@ -896,14 +896,47 @@ impl Slabs {
         if next == Millis::MAX { Stop::Cursor } else { Stop::End(next) }
     }
 
-    /// A copy lies at `place` of a lane. Called by the sweep.
-    fn note_copy(&self, lane: usize, place: Place, end: Millis, guard: &Guard<'_>) {
+    /// A record that ends before its neighbours lies at `place` of a lane: a copy, or one that was
+    /// completed elsewhere. If a sweep looks at the slab this very moment it may miss this; then the
+    /// record gives its memory back with its neighbours.
+    pub(crate) fn note_early(&self, lane: usize, place: Place, end: Millis, guard: &Guard<'_>) {
         let (Some(lane), Some(slab)) = (self.lanes.get(lane), self.slab(place, guard)) else {
             return;
         };
         slab.copies.fetch_min(end.0, Ordering::Relaxed);
         let mut queue = lane.queue.lock();
         queue.copies = queue.copies.min(end);
+    }
+
+    /// Makes up to `budget` records of the oldest slab dead before their end; `evicted` is told of
+    /// each. Only one thread at a time. False if there was none.
+    pub(crate) fn evict(
+        &self,
+        budget: usize,
+        guard: &Guard<'_>,
+        mut evicted: impl FnMut(&Record),
+    ) -> bool {
+        let mut slabs: Vec<(u64, &Slab)> = Vec::new();
+        for lane in &self.lanes {
+            let queue = lane.queue.lock();
+            let there = queue.slabs.iter().filter_map(|(place, _)| self.slab(*place, guard));
+            slabs.extend(there.map(|slab| (slab.number, slab)));
+        }
+        slabs.sort_unstable_by_key(|(number, _)| *number);
+        for (_, slab) in slabs {
+            let mut left = budget;
+            let (dead, _) = reap_slab(slab, Millis::MAX, &mut left, guard, &mut evicted);
+            let mut emptied = slab.take_away(dead);
+            // What is empty gives its memory back, though it be open.
+            if slab.word.load(Ordering::Acquire) < ONE {
+                emptied = slab.close();
+            }
+            self.bury(slab, emptied, guard);
+            if dead != 0 {
+                return true;
+            }
+        }
+        false
     }
 
     /// Closes the open slab of a lane if it is open for too long: its first record must not keep the
@@ -996,7 +1029,7 @@ impl Slabs {
         }
         // From here on the copy is what others find. Who has found the old one before may kill it.
         match self.kill(from, old, guard) {
-            Killed::Now if self.confirm(new) => self.note_copy(lane, to, new.end(), guard),
+            Killed::Now if self.confirm(new) => self.note_early(lane, to, new.end(), guard),
             Killed::Now => lost(new),
             Killed::Copy | Killed::Before => self.withdraw(to, new, guard),
         }

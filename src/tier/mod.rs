@@ -49,9 +49,12 @@
 //! 13. What was forgotten or resolved is told to all that ask for it
 //!     ([`recalls`](Tier::recalls)) for at least a minute (T9).
 
+mod circuit;
 mod memory;
 mod record;
-// mod through;
+mod stats;
+mod through;
+mod tiered;
 
 use std::{error::Error, fmt, future::Future, pin::Pin, time::Duration};
 
@@ -60,7 +63,11 @@ use bytes::Bytes;
 use crate::{Fingerprint, Identity, Outcome, Token};
 
 pub use memory::MemoryTier;
-// pub use through::{Tiered, TieredBuilder};
+pub use stats::TierStats;
+pub use tiered::{
+    TierLost, Tiered, TieredBuilder, TieredClaim, TieredError, TieredPending, TieredPermit,
+    TieredSettled,
+};
 
 /// What a verb of a tier answers with, in the end. Dropping it gives the answer up, not the step:
 /// that may still happen, whole.

@@ -1,0 +1,707 @@
+//! How memory and tier agree: what happens between a claim that was won in memory and the work.
+//!
+//! Ground rules:
+//!
+//! 1. The memory comes first. Whoever wins there is the one local caller that asks the tier, while
+//!    all others wait in memory; a replay from memory asks nobody.
+//! 2. Nothing runs before its claim is in the tier, and nobody is told of an outcome before it is
+//!    there (T1). What the tier could not be told is told again until it lands or is lost.
+//! 3. What the tier says of other nodes' work is put into memory for no longer than the tier keeps
+//!    it; that nothing is there is never kept (T9).
+//! 4. Whoever loses its claim on the way, because its future is dropped, leaves a guard that gives
+//!    the identity up in memory and in the tier (T4).
+//! 5. The lease is reckoned from before the heartbeat was sent (T1).
+//!
+//! ```text
+//! won in memory --claim--> won          -> the work runs, its outcome lands, memory publishes it
+//!                      '-> completed    -> into memory, and to all that wait
+//!                      '-> in flight    -> a watcher keeps the permit until it is settled there
+//!                      '-> lapsed       -> taken over, or held, by the setting (R10)
+//!                      '-> mismatch ..  -> given up in memory, told to the caller
+//! ```
+
+use std::{
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use backon::{ExponentialBuilder, Retryable};
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::{
+    Answer, Claimed, Found, Landed, NewClaim, State, Tier, TierError, circuit::Circuit,
+    stats::Counters,
+};
+use crate::{
+    Abandon, Completed, Fingerprint, Identity, Lapse, Outcome, Permit, Replay, Scheme, Store,
+    Token, identity::Frame,
+};
+
+/// How often a takeover or a claim is tried again that another node was faster with.
+const TRIES: usize = 8;
+
+/// How long memory answers "outcome unknown" for an identity that the tier holds, without asking.
+const HELD: Duration = Duration::from_secs(1);
+
+/// The settings of a [`Tiered`](super::Tiered).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub(crate) on_lapse: Lapse,
+    pub(crate) on_abandon: Abandon,
+    pub(crate) lease: Duration,
+    pub(crate) max_run: Duration,
+    pub(crate) retention: Duration,
+    pub(crate) answer_within: Duration,
+    pub(crate) poll_every: Duration,
+    pub(crate) fail_open: bool,
+    pub(crate) max_unwritten: usize,
+}
+
+/// What all handles of a tiered store share.
+#[derive(Debug)]
+pub(crate) struct Through {
+    pub(crate) store: Store,
+    pub(crate) tier: Arc<dyn Tier>,
+    pub(crate) settings: Settings,
+    /// Random for each opening (R9).
+    owner: u64,
+    /// The last number given to a claim.
+    number: AtomicU64,
+    /// Until when the tier takes this owner for alive, by this process's own reckoning.
+    alive_until: Mutex<Option<Instant>>,
+    pub(crate) circuit: Circuit,
+    pub(crate) counters: Counters,
+    /// Steps that the tier has still to be told.
+    pub(crate) unwritten: AtomicUsize,
+}
+
+/// What came of a claim that was won in memory.
+#[derive(Debug)]
+pub(crate) enum Entered {
+    /// The caller runs the work.
+    Yours(Owned),
+    Replay(Replay),
+    NotKept,
+    Mismatch,
+    Held,
+    /// Another node runs it. A watcher keeps the memory's permit: claim in memory, and wait there.
+    Elsewhere,
+    /// The tier did not answer. Nothing runs.
+    Unavailable {
+        error: TierError,
+        retry_after: Duration,
+    },
+}
+
+/// A claim that is in memory and in the tier. Dropping it settles it by `on_abandon`.
+#[derive(Debug)]
+pub(crate) struct Owned {
+    through: Arc<Through>,
+    frame: Frame,
+    token: Token,
+    /// `None` once settled.
+    permit: Option<Permit>,
+    checkpoint: Option<Bytes>,
+    /// Whether the tier knows of the claim: not if it was opened in spite of an outage.
+    is_in_tier: bool,
+}
+
+/// A step that lost its token, and what was to be stored.
+#[derive(Debug)]
+pub(crate) struct Stale {
+    pub(crate) outcome: Option<Outcome>,
+    pub(crate) found: Option<Found>,
+}
+
+/// A step that has still to land.
+#[derive(Debug)]
+enum Unwritten {
+    Complete(Option<Outcome>),
+    Release,
+    Hold,
+}
+
+impl Through {
+    pub(crate) fn new(store: Store, tier: Arc<dyn Tier>, settings: Settings) -> Self {
+        Self {
+            store,
+            tier,
+            owner: std::hash::BuildHasher::hash_one(
+                &std::hash::RandomState::new(),
+                std::process::id(),
+            ),
+            number: AtomicU64::new(crate::clock::wall_micros()),
+            alive_until: Mutex::default(),
+            circuit: Circuit::default(),
+            counters: Counters::default(),
+            unwritten: AtomicUsize::new(0),
+            settings,
+        }
+    }
+
+    /// A verb of the tier, with a limit to its answer and behind the circuit (T2).
+    pub(crate) async fn ask<T>(&self, answer: Answer<'_, T>) -> Result<T, TierError> {
+        self.circuit.check()?;
+        let within = self.settings.answer_within;
+        let answer = timeout(within, answer).await.unwrap_or_else(|_| {
+            Err(TierError::unavailable(format!("no answer within {within:?}")))
+        });
+        match &answer {
+            Err(TierError::Unavailable(_) | TierError::Unusable(_)) => {
+                self.counters.failed.fetch_add(1, Ordering::Relaxed);
+                self.circuit.failed();
+            }
+            Ok(_) | Err(TierError::OwnerLapsed) => self.circuit.answered(),
+        }
+        answer
+    }
+
+    /// Shows the tier that this owner lives (T10).
+    pub(crate) async fn beat(&self) -> Result<(), TierError> {
+        let sent = Instant::now();
+        let lease = self.settings.lease;
+        // Not behind the circuit: it is the beat that finds out whether the tier is back.
+        let beat = timeout(self.settings.answer_within, self.tier.beat(self.owner, lease)).await;
+        match beat {
+            Ok(Ok(())) => {
+                self.circuit.answered();
+                let until = sent + lease;
+                let mut alive = self.alive_until.lock();
+                *alive = Some(alive.map_or(until, |before| before.max(until)));
+                Ok(())
+            }
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(TierError::unavailable("no answer to a heartbeat")),
+        }
+        .inspect_err(|_| {
+            self.counters.failed.fetch_add(1, Ordering::Relaxed);
+            self.circuit.failed();
+        })
+    }
+
+    /// For how long nobody takes this owner for dead.
+    pub(crate) fn alive_for(&self) -> Duration {
+        let until = *self.alive_until.lock();
+        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+    }
+
+    fn next_token(&self) -> Token {
+        // By the wall clock where that is ahead, so that the numbers of nodes and of openings
+        // follow each other; unique by itself.
+        let now = crate::clock::wall_micros();
+        let next = |last: u64| last.max(now).checked_add(1);
+        let last = self
+            .number
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next)
+            .unwrap_or_else(|last| last);
+        Token::new(self.owner, last.max(now).saturating_add(1))
+    }
+
+    /// Takes a claim that was won in memory to the tier.
+    pub(crate) async fn enter(
+        self: &Arc<Self>,
+        permit: Permit,
+        mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Entered {
+        // The lease in memory counts as renewed as long as the permit lives. Lost already: then the
+        // verb at the end says so.
+        let _ = permit.attend();
+        let frame = permit.identity().frame();
+        let id = Identity::from_frame(&frame);
+        let own = permit.fingerprint();
+        let mut token = self.next_token();
+        let permit = Some(permit);
+        let mut entering =
+            Entering { through: self, frame: &frame, token, permit, was_asked: false };
+        if self.alive_for().is_zero()
+            && let Err(error) = self.beat().await
+        {
+            return self.shut_out(entering, error);
+        }
+        let claim = |token| NewClaim {
+            token,
+            fingerprint: own,
+            max_run: self.settings.max_run,
+            retention: self.settings.retention,
+        };
+        let mut seen: Option<Token> = None;
+        for _ in 0..TRIES {
+            if let Err(error) = self.circuit.check() {
+                return self.shut_out(entering, error);
+            }
+            entering.was_asked = true;
+            let sent = Instant::now();
+            let answer = match seen {
+                None => self.tier.claim(id, claim(token)),
+                Some(seen) => self.tier.take_over(id, seen, claim(token)),
+            };
+            let found = match self.ask(answer).await {
+                Ok(Claimed::Won { checkpoint }) => {
+                    self.counters.claims.fetch_add(1, Ordering::Relaxed);
+                    if seen.is_some() {
+                        self.counters.taken_over.fetch_add(1, Ordering::Relaxed);
+                    }
+                    let (through, permit) = (Arc::clone(self), entering.permit.take());
+                    let frame = frame.clone();
+                    let is_in_tier = true;
+                    return Entered::Yours(Owned {
+                        through,
+                        frame,
+                        token,
+                        permit,
+                        checkpoint,
+                        is_in_tier,
+                    });
+                }
+                Ok(Claimed::Met(found)) => found,
+                Err(TierError::OwnerLapsed) => {
+                    if let Err(error) = self.beat().await {
+                        return self.shut_out(entering, error);
+                    }
+                    continue;
+                }
+                Err(error) => return self.shut_out(entering, error),
+            };
+            let Some(permit) = entering.permit.take() else { break };
+            // R5: before the state.
+            match fits(own, found.fingerprint, &mut translate) {
+                Some(true) => {}
+                differs => {
+                    let _ = permit.release();
+                    return if differs.is_some() { Entered::Mismatch } else { Entered::Held };
+                }
+            }
+            match found.state {
+                State::Lapsed if self.settings.on_lapse == Lapse::TakeOver => {
+                    entering.permit = Some(permit);
+                    seen = Some(found.token);
+                    // A takeover has a higher number, whatever the clocks say.
+                    let number = token.number().max(found.token.number().saturating_add(1));
+                    self.number.fetch_max(number, Ordering::Relaxed);
+                    token = Token::new(self.owner, number);
+                    entering.token = token;
+                }
+                State::InFlight => {
+                    tokio::spawn(watch(Arc::clone(self), permit, frame.clone(), own));
+                    return Entered::Elsewhere;
+                }
+                state => {
+                    return self.settle_as(permit, &frame, state, found.age, found.remaining, sent);
+                }
+            }
+        }
+        // Others were faster each time: an owner runs somewhere, or has just ended.
+        self.shut_out(entering, TierError::unavailable("the identity changes hands all the time"))
+    }
+
+    /// Puts what the tier knows into memory, for no longer than the tier keeps it.
+    fn settle_as(
+        &self,
+        permit: Permit,
+        frame: &Frame,
+        state: State,
+        age: Duration,
+        remaining: Duration,
+        asked: Instant,
+    ) -> Entered {
+        let remaining = remaining.saturating_sub(asked.elapsed());
+        match state {
+            State::Completed(outcome) => {
+                // Lost means that an operator has settled it: the outcome is right all the same.
+                let _ = permit.complete_for(Some(outcome.clone()), remaining);
+                self.counters.read_through.fetch_add(1, Ordering::Relaxed);
+                Entered::Replay(Replay::new(outcome, age, remaining))
+            }
+            State::NotKept => {
+                let _ = permit.complete_for(None, remaining);
+                self.counters.read_through.fetch_add(1, Ordering::Relaxed);
+                Entered::NotKept
+            }
+            State::Held | State::Lapsed | State::InFlight => {
+                self.shut(permit, frame);
+                Entered::Held
+            }
+        }
+    }
+
+    /// Tells those who wait that nobody knows, and forgets that soon: an operator may resolve it.
+    fn shut(&self, permit: Permit, frame: &Frame) {
+        let _ = permit.hold();
+        let (store, frame) = (self.store.clone(), frame.clone());
+        tokio::spawn(async move {
+            sleep(HELD).await;
+            // In flight: claimed anew since then.
+            let _ = store.forget(&Identity::from_frame(&frame));
+        });
+    }
+
+    /// The tier did not answer: nothing runs, but for those who chose so (T2).
+    fn shut_out(self: &Arc<Self>, mut entering: Entering<'_>, error: TierError) -> Entered {
+        if self.settings.fail_open
+            && matches!(error, TierError::Unavailable(_))
+            && let Some(permit) = entering.permit.take()
+        {
+            self.counters.failed_open.fetch_add(1, Ordering::Relaxed);
+            return Entered::Yours(Owned {
+                through: Arc::clone(self),
+                frame: entering.frame.clone(),
+                token: entering.token,
+                permit: Some(permit),
+                checkpoint: None,
+                is_in_tier: false,
+            });
+        }
+        drop(entering);
+        Entered::Unavailable { error, retry_after: self.circuit.retry_after() }
+    }
+
+    /// Tells the tier a step again and again until it lands, is lost, or does not matter any more.
+    fn write_later(self: &Arc<Self>, frame: Frame, token: Token, step: Unwritten) {
+        if self.unwritten.fetch_add(1, Ordering::Relaxed) >= self.settings.max_unwritten {
+            self.unwritten.fetch_sub(1, Ordering::Relaxed);
+            self.counters.given_up.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            // The runtime has ended: the claim lapses with its owner (T7).
+            self.unwritten.fetch_sub(1, Ordering::Relaxed);
+            self.counters.given_up.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        let through = Arc::clone(self);
+        runtime.spawn(async move {
+            let Settings { retention, max_run, .. } = through.settings;
+            let write = || async {
+                let id = Identity::from_frame(&frame);
+                let answer = match &step {
+                    Unwritten::Complete(outcome) => {
+                        through.tier.complete(id, token, outcome.as_ref(), retention)
+                    }
+                    Unwritten::Release => through.tier.release(id, token),
+                    Unwritten::Hold => through.tier.hold(id, token, retention),
+                };
+                through.ask(answer).await
+            };
+            let backoff = ExponentialBuilder::default()
+                .with_min_delay(Duration::from_millis(100))
+                .with_max_delay(Duration::from_secs(30))
+                .with_jitter()
+                .without_max_times()
+                // After that the record has ended by itself.
+                .with_total_delay(Some(max_run.saturating_add(retention)));
+            match write.retry(backoff).await {
+                Ok(Landed::Done) => {}
+                Ok(Landed::Lost(found)) if matches!(step, Unwritten::Complete(_)) => {
+                    through.note_lost(found.as_ref());
+                }
+                Ok(Landed::Lost(_)) => {}
+                Err(_) => drop(through.counters.given_up.fetch_add(1, Ordering::Relaxed)),
+            }
+            through.unwritten.fetch_sub(1, Ordering::Relaxed);
+        });
+    }
+
+    /// Counts a completion whose token was stale: if another has completed, the work ran twice (R9).
+    fn note_lost(&self, found: Option<&Found>) {
+        self.counters.lost.fetch_add(1, Ordering::Relaxed);
+        if found.is_some_and(|found| matches!(found.state, State::Completed(_) | State::NotKept)) {
+            self.counters.double_runs.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Whether the fingerprints are of one request; `None` if they cannot be compared (R4).
+fn fits(
+    own: Fingerprint,
+    stored: Fingerprint,
+    translate: &mut impl FnMut(Scheme) -> Option<Fingerprint>,
+) -> Option<bool> {
+    let scheme = stored.scheme();
+    let own = if own.scheme() == scheme { Some(own) } else { translate(scheme) };
+    own.filter(|own| own.scheme() == scheme).map(|own| own == stored)
+}
+
+/// A claim on its way to the tier. Dropped, it is given up in both (rule 4).
+struct Entering<'a> {
+    through: &'a Arc<Through>,
+    frame: &'a Frame,
+    token: Token,
+    permit: Option<Permit>,
+    /// Whether the tier may have the claim.
+    was_asked: bool,
+}
+
+impl Drop for Entering<'_> {
+    fn drop(&mut self) {
+        let Some(permit) = self.permit.take() else { return };
+        // First: the next local caller asks the tier itself, and waits there until this has landed.
+        if self.was_asked {
+            self.through.write_later(self.frame.clone(), self.token, Unwritten::Release);
+        }
+        let _ = permit.release();
+    }
+}
+
+/// Keeps the memory's permit while another node runs the work, so that local duplicates wait in
+/// memory: until it is settled there, or nobody waits here any more.
+async fn watch(through: Arc<Through>, permit: Permit, frame: Frame, own: Fingerprint) {
+    let id = Identity::from_frame(&frame);
+    let mut watched = Watched { permit: Some(permit) };
+    loop {
+        let pause = jittered(through.settings.poll_every);
+        // Told by the tier, or not: then it is looked at all the same.
+        let _ = timeout(pause, through.tier.settled(id)).await;
+        let sent = Instant::now();
+        let waiters = through.store.look_up(&id).map_or(0, |entry| entry.waiters);
+        if waiters == 0 {
+            return;
+        }
+        through.counters.polls.fetch_add(1, Ordering::Relaxed);
+        let found = match through.ask(through.tier.look_up(id)).await {
+            Ok(Some(found)) => found,
+            // Given up there: one of those who wait here is the next to ask.
+            Ok(None) => return,
+            Err(_) => continue,
+        };
+        let is_over = match found.state {
+            State::InFlight => false,
+            State::Lapsed => through.settings.on_lapse == Lapse::TakeOver,
+            _ => found.fingerprint != own,
+        };
+        if is_over {
+            return;
+        }
+        if found.state != State::InFlight
+            && let Some(permit) = watched.permit.take()
+        {
+            let Found { state, age, remaining, .. } = found;
+            through.settle_as(permit, &frame, state, age, remaining, sent);
+            return;
+        }
+    }
+}
+
+/// The permit of a watcher: whenever it ends, the next in memory asks the tier.
+struct Watched {
+    permit: Option<Permit>,
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        if let Some(permit) = self.permit.take() {
+            let _ = permit.release();
+        }
+    }
+}
+
+/// Between half and one and a half of `span`.
+pub(crate) fn jittered(span: Duration) -> Duration {
+    span.mul_f64(0.5 + fastrand::f64())
+}
+
+impl Owned {
+    pub(crate) fn token(&self) -> Token {
+        self.token
+    }
+
+    pub(crate) fn identity(&self) -> Identity<'_> {
+        Identity::from_frame(&self.frame)
+    }
+
+    pub(crate) fn take_checkpoint(&mut self) -> Option<Bytes> {
+        self.checkpoint.take()
+    }
+
+    /// Finishes the work: first in the tier, then in memory (T1). An outcome that the tier could not
+    /// be told is published all the same, for as long as nobody else may run it.
+    pub(crate) async fn complete(mut self, outcome: Option<Outcome>) -> Result<Completed, Stale> {
+        let through = Arc::clone(&self.through);
+        let frame = self.frame.clone();
+        let retention = through.settings.retention;
+        let sent = Instant::now();
+        // Until the answer is there it is not known whether it has landed: dropped here, it is told
+        // again.
+        let mut completing = Completing { owned: &mut self, outcome: Some(outcome) };
+        let landed = match &completing.outcome {
+            Some(outcome) if completing.owned.is_in_tier => {
+                let id = Identity::from_frame(&frame);
+                let token = completing.owned.token;
+                through.ask(through.tier.complete(id, token, outcome.as_ref(), retention)).await
+            }
+            _ => Ok(Landed::Done),
+        };
+        let outcome = completing.outcome.take().flatten();
+        drop(completing);
+        let Some(permit) = self.permit.take() else {
+            return Err(Stale { outcome, found: None });
+        };
+        match landed {
+            Ok(Landed::Done) => {
+                let remaining = retention.saturating_sub(sent.elapsed());
+                let given = outcome.clone();
+                permit
+                    .complete_for(outcome, remaining)
+                    .map_err(|_| Stale { outcome: given, found: None })
+            }
+            Ok(Landed::Lost(found)) => {
+                through.note_lost(found.as_ref());
+                match &found {
+                    Some(Found {
+                        state: state @ (State::Completed(_) | State::NotKept),
+                        age,
+                        remaining,
+                        ..
+                    }) => {
+                        through.settle_as(permit, &frame, state.clone(), *age, *remaining, sent);
+                    }
+                    _ => drop(permit.release()),
+                }
+                Err(Stale { outcome, found })
+            }
+            Err(_) => Ok(through.publish_unwritten(permit, frame, self.token, outcome)),
+        }
+    }
+
+    /// Gives the identity up, with an answer for those who wait here.
+    pub(crate) async fn release(mut self, answer: Option<Outcome>) -> Result<(), Stale> {
+        let landed = self.step(Unwritten::Release).await;
+        let Some(permit) = self.permit.take() else { return Ok(()) };
+        let _ = match answer {
+            Some(answer) => permit.release_with(answer),
+            None => permit.release(),
+        };
+        match landed {
+            // Gone already is as good as given up.
+            Landed::Done | Landed::Lost(None) => Ok(()),
+            Landed::Lost(found) => Err(Stale { outcome: None, found }),
+        }
+    }
+
+    /// Keeps the identity shut.
+    pub(crate) async fn hold(mut self) -> Result<(), Stale> {
+        let landed = self.step(Unwritten::Hold).await;
+        if let Some(permit) = self.permit.take() {
+            self.through.shut(permit, &self.frame);
+        }
+        match landed {
+            Landed::Done => Ok(()),
+            Landed::Lost(found) => Err(Stale { outcome: None, found }),
+        }
+    }
+
+    /// Tells the tier; what it cannot be told now is told later.
+    async fn step(&mut self, step: Unwritten) -> Landed {
+        if !self.is_in_tier {
+            return Landed::Done;
+        }
+        let id = Identity::from_frame(&self.frame);
+        let answer = match step {
+            Unwritten::Hold => {
+                self.through.tier.hold(id, self.token, self.through.settings.retention)
+            }
+            _ => self.through.tier.release(id, self.token),
+        };
+        self.through.ask(answer).await.unwrap_or_else(|_| {
+            self.through.write_later(self.frame.clone(), self.token, step);
+            Landed::Done
+        })
+    }
+
+    /// Leaves `bytes` for the next owner, should this one vanish.
+    pub(crate) async fn leave_checkpoint(&self, bytes: Bytes) -> Result<Landed, TierError> {
+        let id = Identity::from_frame(&self.frame);
+        self.through.ask(self.through.tier.checkpoint(id, self.token, bytes)).await
+    }
+}
+
+impl Through {
+    /// The tier could not be told of a completion: memory answers as long as no other node may take
+    /// the owner for dead; after that the tier is asked (T1).
+    fn publish_unwritten(
+        self: &Arc<Self>,
+        permit: Permit,
+        frame: Frame,
+        token: Token,
+        outcome: Option<Outcome>,
+    ) -> Completed {
+        self.counters.late.fetch_add(1, Ordering::Relaxed);
+        let left = self.alive_for();
+        let kept = if left.is_zero() {
+            let _ = match &outcome {
+                Some(outcome) => permit.release_with(outcome.clone()),
+                None => permit.release(),
+            };
+            false
+        } else {
+            permit.complete_for(outcome.clone(), left).is_ok_and(|completed| completed.kept)
+        };
+        self.write_later(frame, token, Unwritten::Complete(outcome));
+        Completed { kept }
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        let Some(permit) = self.permit.take() else { return };
+        let step = match self.through.settings.on_abandon {
+            Abandon::Hold => Unwritten::Hold,
+            Abandon::Release => Unwritten::Release,
+        };
+        if self.is_in_tier {
+            self.through.write_later(self.frame.clone(), self.token, step);
+        }
+        drop(permit);
+    }
+}
+
+/// A completion on its way. Dropped before it is answered, it is told again, and memory publishes.
+struct Completing<'a> {
+    owned: &'a mut Owned,
+    /// `None` once answered.
+    outcome: Option<Option<Outcome>>,
+}
+
+impl Drop for Completing<'_> {
+    fn drop(&mut self) {
+        let (Some(outcome), Some(permit)) = (self.outcome.take(), self.owned.permit.take()) else {
+            return;
+        };
+        let Owned { through, frame, token, .. } = &*self.owned;
+        through.publish_unwritten(permit, frame.clone(), *token, outcome);
+    }
+}
+
+/// Beats, reaps, and hears what was forgotten elsewhere, until the last handle is gone.
+pub(crate) async fn keep(through: Weak<Through>, every: Duration) {
+    let mut since = None;
+    let mut next_reap = Instant::now();
+    let mut next_beat = Instant::now() + every;
+    loop {
+        // At most two seconds, so that what was forgotten is forgotten here within five (T9).
+        sleep(jittered(every.min(Duration::from_millis(1_300)))).await;
+        let Some(through) = through.upgrade() else { return };
+        if Instant::now() >= next_beat || through.circuit.is_open() {
+            let beat = through.beat().await;
+            next_beat = Instant::now() + if beat.is_ok() { every } else { Duration::ZERO };
+        }
+        if let Ok(recalls) = through.ask(through.tier.recalls(since)).await {
+            since = Some(recalls.now);
+            for [account, endpoint, key] in &recalls.identities {
+                let Ok(id) = Identity::new(account, endpoint, key) else { continue };
+                // In flight: it was claimed anew since then.
+                let _ = through.store.forget(&id);
+            }
+        }
+        if Instant::now() >= next_reap {
+            let reaped = through.ask(through.tier.reap(1_000)).await.unwrap_or(0);
+            through.counters.reaped.fetch_add(reaped as u64, Ordering::Relaxed);
+            let pause = if reaped == 1_000 { Duration::ZERO } else { Duration::from_secs(10) };
+            next_reap = Instant::now() + pause;
+        }
+    }
+}
