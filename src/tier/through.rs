@@ -21,6 +21,7 @@
 //! ```
 
 use std::{
+    fmt,
     sync::{
         Arc, Weak,
         atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -63,7 +64,6 @@ pub(crate) struct Settings {
 }
 
 /// What all handles of a tiered store share.
-#[derive(Debug)]
 pub(crate) struct Through {
     pub(crate) store: Store,
     pub(crate) tier: Arc<dyn Tier>,
@@ -78,6 +78,13 @@ pub(crate) struct Through {
     pub(crate) counters: Counters,
     /// Steps that the tier has still to be told.
     pub(crate) unwritten: AtomicUsize,
+}
+
+/// Shows no number of a claim and no outcome.
+impl fmt::Debug for Through {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Through").field("tier", &self.tier).finish_non_exhaustive()
+    }
 }
 
 /// What came of a claim that was won in memory.
@@ -668,9 +675,8 @@ struct Completing<'a> {
 
 impl Drop for Completing<'_> {
     fn drop(&mut self) {
-        let (Some(outcome), Some(permit)) = (self.outcome.take(), self.owned.permit.take()) else {
-            return;
-        };
+        let Some(outcome) = self.outcome.take() else { return };
+        let Some(permit) = self.owned.permit.take() else { return };
         let Owned { through, frame, token, .. } = &*self.owned;
         through.publish_unwritten(permit, frame.clone(), *token, outcome);
     }

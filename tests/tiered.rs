@@ -1,0 +1,737 @@
+//! The memory in front of a tier: what two nodes on one tier see of each other, and what an outage
+//! of the tier does (T1 to T10).
+//!
+//! Time is tokio's, and it stands still while anybody has something to do: memory, tier and timers
+//! go by the same clock, and no test waits for real.
+#![cfg(feature = "tier")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
+
+use std::{
+    future::Future,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use oncekey::{
+    Abandon, Clock, Fingerprint, Identity, Lapse, Outcome, Store, StoreBuilder, Sweep, Token,
+    tier::{
+        Answer, Claimed, Forgotten, Found, Landed, MemoryTier, NewClaim, Recalls, Resolved, State,
+        Tier, TierError, Tiered, TieredClaim, TieredError, TieredPermit, TieredSettled,
+    },
+};
+use tokio::time::{Instant, advance, sleep, timeout};
+
+const SECOND: Duration = Duration::from_secs(1);
+const LEASE: Duration = Duration::from_secs(60);
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Tokio's clock.
+struct Paused(Instant);
+
+impl Clock for Paused {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
+fn clock() -> Paused {
+    Paused(Instant::now())
+}
+
+fn store(set: impl FnOnce(StoreBuilder) -> StoreBuilder) -> Store {
+    set(Store::builder().sweep(Sweep::Manual).clock(clock())).build().unwrap()
+}
+
+async fn node(tier: &Wire, on_lapse: Lapse) -> Tiered {
+    Tiered::open(store(|it| it), tier.clone(), on_lapse).await.unwrap()
+}
+
+fn id(key: &str) -> Identity<'_> {
+    Identity::new("acct", "POST /charges", key).unwrap()
+}
+
+fn same() -> Fingerprint {
+    Fingerprint::request("POST", "/charges", b"same")
+}
+
+fn other() -> Fingerprint {
+    Fingerprint::request("POST", "/charges", b"other")
+}
+
+fn outcome(body: &str) -> Outcome {
+    Outcome::new(201).header("location", "/charges/1").body(body.to_owned())
+}
+
+trait Expected {
+    fn won(self) -> TieredPermit;
+    fn replayed(self) -> Outcome;
+}
+
+impl Expected for Result<TieredClaim, TieredError> {
+    fn won(self) -> TieredPermit {
+        match self {
+            Ok(TieredClaim::Won(permit)) => permit,
+            other => panic!("not won: {other:?}"),
+        }
+    }
+
+    fn replayed(self) -> Outcome {
+        match self {
+            Ok(TieredClaim::Replay(replay)) => replay.into_outcome(),
+            other => panic!("no replay: {other:?}"),
+        }
+    }
+}
+
+/// What the way to the tier does with a verb.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Weather {
+    #[default]
+    Fair,
+    /// It does not get there.
+    Down,
+    /// It gets there; the answer does not come back.
+    Deaf,
+    /// It never ends.
+    Still,
+}
+
+/// The way to a tier that others use too: it counts, and it can be cut.
+#[derive(Clone, Debug)]
+struct Wire {
+    tier: MemoryTier,
+    weather: Arc<Mutex<Weather>>,
+    /// Heartbeats only.
+    beats: Arc<Mutex<Weather>>,
+    calls: Arc<[AtomicUsize; 5]>,
+}
+
+const CLAIM: usize = 0;
+const COMPLETE: usize = 1;
+const LOOK_UP: usize = 2;
+const RELEASE: usize = 3;
+const OTHERS: usize = 4;
+
+impl Wire {
+    fn new() -> Self {
+        Self::to(MemoryTier::with_clock(clock()))
+    }
+
+    /// Another way to the same tier.
+    fn to(tier: MemoryTier) -> Self {
+        Self { tier, weather: Arc::default(), beats: Arc::default(), calls: Arc::default() }
+    }
+
+    fn becomes(&self, weather: Weather) {
+        *self.weather.lock().unwrap() = weather;
+    }
+
+    fn calls(&self, verb: usize) -> usize {
+        self.calls[verb].load(Ordering::Relaxed)
+    }
+
+    fn send<'a, T: Send + 'a>(&'a self, verb: usize, answer: Answer<'a, T>) -> Answer<'a, T> {
+        self.calls[verb].fetch_add(1, Ordering::Relaxed);
+        under(*self.weather.lock().unwrap(), answer)
+    }
+}
+
+fn under<'a, T: Send + 'a>(weather: Weather, answer: Answer<'a, T>) -> Answer<'a, T> {
+    Box::pin(async move {
+        // A step takes a while, so that others come in between.
+        tokio::task::yield_now().await;
+        match weather {
+            Weather::Fair => {
+                let answer = answer.await;
+                tokio::task::yield_now().await;
+                answer
+            }
+            Weather::Down => Err(TierError::unavailable("cut")),
+            Weather::Deaf => {
+                let _ = answer.await;
+                Err(TierError::unavailable("the answer was lost"))
+            }
+            Weather::Still => std::future::pending().await,
+        }
+    })
+}
+
+impl Tier for Wire {
+    fn beat(&self, owner: u64, lease: Duration) -> Answer<'_, ()> {
+        let beats = *self.beats.lock().unwrap();
+        let weather = *self.weather.lock().unwrap();
+        let weather = if beats == Weather::Fair { weather } else { beats };
+        under(weather, self.tier.beat(owner, lease))
+    }
+
+    fn claim<'a>(&'a self, id: Identity<'a>, claim: NewClaim) -> Answer<'a, Claimed> {
+        self.send(CLAIM, self.tier.claim(id, claim))
+    }
+
+    fn take_over<'a>(
+        &'a self,
+        id: Identity<'a>,
+        seen: Token,
+        claim: NewClaim,
+    ) -> Answer<'a, Claimed> {
+        self.send(CLAIM, self.tier.take_over(id, seen, claim))
+    }
+
+    fn complete<'a>(
+        &'a self,
+        id: Identity<'a>,
+        token: Token,
+        outcome: Option<&'a Outcome>,
+        retention: Duration,
+    ) -> Answer<'a, Landed> {
+        self.send(COMPLETE, self.tier.complete(id, token, outcome, retention))
+    }
+
+    fn release<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        self.send(RELEASE, self.tier.release(id, token))
+    }
+
+    fn hold<'a>(
+        &'a self,
+        id: Identity<'a>,
+        token: Token,
+        retention: Duration,
+    ) -> Answer<'a, Landed> {
+        self.send(OTHERS, self.tier.hold(id, token, retention))
+    }
+
+    fn checkpoint<'a>(
+        &'a self,
+        id: Identity<'a>,
+        token: Token,
+        bytes: Bytes,
+    ) -> Answer<'a, Landed> {
+        self.send(OTHERS, self.tier.checkpoint(id, token, bytes))
+    }
+
+    fn look_up<'a>(&'a self, id: Identity<'a>) -> Answer<'a, Option<Found>> {
+        self.send(LOOK_UP, self.tier.look_up(id))
+    }
+
+    fn forget<'a>(&'a self, id: Identity<'a>, forced: bool) -> Answer<'a, Forgotten> {
+        self.send(OTHERS, self.tier.forget(id, forced))
+    }
+
+    fn resolve<'a>(
+        &'a self,
+        id: Identity<'a>,
+        outcome: Option<&'a Outcome>,
+        retention: Duration,
+    ) -> Answer<'a, Resolved> {
+        self.send(OTHERS, self.tier.resolve(id, outcome, retention))
+    }
+
+    fn reap(&self, most: usize) -> Answer<'_, usize> {
+        self.send(OTHERS, self.tier.reap(most))
+    }
+
+    fn recalls(&self, since: Option<u64>) -> Answer<'_, Recalls> {
+        self.send(OTHERS, self.tier.recalls(since))
+    }
+}
+
+async fn state(tier: &Wire, key: &str) -> Option<State> {
+    tier.tier.look_up(id(key)).await.unwrap().map(|found| found.state)
+}
+
+/// Until `done`, a step of a tenth of a second each.
+async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
+    for _ in 0..6_000 {
+        if done().await {
+            return;
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
+    panic!("ten minutes have passed: {what}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn t1_claim_and_completion_are_in_the_tier_before_the_caller_goes_on() {
+    let tier = Wire::new();
+    let node = node(&tier, Lapse::Hold).await;
+    let permit = node.claim(&id("k"), same()).await.won();
+    assert_eq!(state(&tier, "k").await, Some(State::InFlight));
+    assert!(permit.complete(outcome("1")).await.unwrap().kept);
+    assert_eq!(state(&tier, "k").await, Some(State::Completed(outcome("1"))));
+    // A replay asks nobody.
+    let asked = tier.calls(CLAIM) + tier.calls(LOOK_UP);
+    assert_eq!(node.claim(&id("k"), same()).await.replayed(), outcome("1"));
+    assert_eq!(tier.calls(CLAIM) + tier.calls(LOOK_UP), asked);
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_109_nodes_on_one_tier_see_each_other_and_a_restart_forgets_nothing() {
+    let tier = Wire::new();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    // B has seen "absent" a moment ago.
+    assert_eq!(b.look_up(&id("k")).await.unwrap(), None);
+    a.claim(&id("k"), same()).await.won().complete(outcome("a")).await.unwrap();
+    assert!(matches!(b.claim(&id("k"), other()).await, Ok(TieredClaim::Mismatch)));
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("a"));
+    // The mismatch is one from memory too.
+    assert!(matches!(b.claim(&id("k"), other()).await, Ok(TieredClaim::Mismatch)));
+    drop(a);
+    let again = node(&tier, Lapse::Hold).await;
+    assert_eq!(again.claim(&id("k"), same()).await.replayed(), outcome("a"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn t9_a_replay_ends_with_the_tiers_record() {
+    let tier = Wire::new();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    a.claim(&id("k"), same()).await.won().complete(outcome("a")).await.unwrap();
+    advance(DAY - 10 * SECOND).await;
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("a"));
+    advance(9 * SECOND).await;
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("a"));
+    advance(SECOND).await;
+    // Had B kept it for a day of its own, it would replay.
+    b.claim(&id("k"), other()).await.won().release().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn t5_a_duplicate_on_another_node_waits_and_gets_the_same_bytes() {
+    let tier = Wire::new();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("k"), same()).await else { panic!() };
+    let waiter = tokio::spawn(pending.wait());
+    sleep(5 * SECOND).await;
+    assert!(!waiter.is_finished());
+    permit.complete(outcome("a")).await.unwrap();
+    match timeout(SECOND, waiter).await.unwrap().unwrap().unwrap() {
+        TieredSettled::Completed(replay) => assert_eq!(replay.into_outcome(), outcome("a")),
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(b.claim(&id("k"), other()).await, Ok(TieredClaim::Mismatch)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn t5_what_the_owner_on_another_node_gives_up_a_waiter_here_runs() {
+    let tier = Wire::new();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    let mut waiters = Vec::new();
+    for _ in 0..3 {
+        let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("k"), same()).await else { panic!() };
+        waiters.push(tokio::spawn(pending.wait()));
+    }
+    sleep(SECOND).await;
+    permit.release().await.unwrap();
+    let (mut won, mut told) = (0, 0);
+    for waiter in waiters {
+        match timeout(10 * SECOND, waiter).await.unwrap().unwrap().unwrap() {
+            TieredSettled::Yours(permit) => {
+                won += 1;
+                permit.complete(outcome("b")).await.unwrap();
+            }
+            TieredSettled::Completed(_) => told += 1,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((won, told), (1, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_029_two_thousand_duplicates_ask_the_tier_a_few_times() {
+    let tier = Wire::new();
+    let node = node(&tier, Lapse::Hold).await;
+    let permit = node.claim(&id("k"), same()).await.won();
+    let mut waiters = Vec::new();
+    for _ in 0..1_000 {
+        let Ok(TieredClaim::InFlight(pending)) = node.claim(&id("k"), same()).await else {
+            panic!()
+        };
+        waiters.push(tokio::spawn(pending.wait()));
+    }
+    for _ in 0..1_000 {
+        assert!(matches!(node.claim(&id("k"), same()).await, Ok(TieredClaim::InFlight(_))));
+    }
+    sleep(5 * SECOND).await;
+    permit.complete(outcome("1")).await.unwrap();
+    for waiter in waiters {
+        assert!(matches!(waiter.await.unwrap(), Ok(TieredSettled::Completed(_))));
+    }
+    assert_eq!((tier.calls(CLAIM), tier.calls(COMPLETE), tier.calls(LOOK_UP)), (1, 1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_029_on_another_node_too() {
+    let tier = Wire::new();
+    let theirs = Wire::to(tier.tier.clone());
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&theirs, Lapse::Hold).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    let mut waiters = Vec::new();
+    for _ in 0..1_000 {
+        let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("k"), same()).await else { panic!() };
+        waiters.push(tokio::spawn(pending.wait()));
+    }
+    sleep(5 * SECOND).await;
+    permit.complete(outcome("1")).await.unwrap();
+    for waiter in waiters {
+        assert!(matches!(waiter.await.unwrap(), Ok(TieredSettled::Completed(_))));
+    }
+    // One look in a quarter of a second, jittered by a half.
+    assert!(theirs.calls(CLAIM) <= 2, "{}", theirs.calls(CLAIM));
+    assert!((10..=50).contains(&theirs.calls(LOOK_UP)), "{}", theirs.calls(LOOK_UP));
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_105_a_tier_that_is_down_at_the_claim_lets_nothing_run() {
+    let tier = Wire::new();
+    let closed = node(&tier, Lapse::Hold).await;
+    let open = Tiered::builder(store(|it| it)).fail_open(true);
+    let open = open.open(tier.clone(), Lapse::Hold).await.unwrap();
+    for weather in [Weather::Down, Weather::Still] {
+        tier.becomes(weather);
+        for _ in 0..5 {
+            match closed.claim(&id("k"), same()).await {
+                Err(TieredError::Unavailable { retry_after, .. }) => assert!(retry_after >= SECOND),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    assert!(closed.stats().is_cut_off);
+    // By setting, and counted.
+    open.claim(&id("k"), same()).await.won().complete(outcome("open")).await.unwrap();
+    assert_eq!(open.stats().failed_open, 1);
+    assert_eq!(open.claim(&id("k"), same()).await.replayed(), outcome("open"));
+    tier.becomes(Weather::Fair);
+    until("the tier is asked again", async || !closed.stats().is_cut_off).await;
+    closed.claim(&id("k"), same()).await.won().release().await.unwrap();
+    assert!(Tiered::open(store(|it| it), cut(&tier), Lapse::Hold).await.is_err(), "at start");
+}
+
+fn cut(tier: &Wire) -> Wire {
+    let cut = Wire::to(tier.tier.clone());
+    cut.becomes(Weather::Down);
+    cut
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_105_a_tier_that_is_down_at_the_completion_is_told_later() {
+    for weather in [Weather::Down, Weather::Deaf, Weather::Still] {
+        let tier = Wire::new();
+        let theirs = Wire::to(tier.tier.clone());
+        let (a, b) = (node(&tier, Lapse::Hold).await, node(&theirs, Lapse::Hold).await);
+        let permit = a.claim(&id("k"), same()).await.won();
+        let Ok(TieredClaim::InFlight(pending)) = a.claim(&id("k"), same()).await else { panic!() };
+        let waiter = tokio::spawn(pending.wait());
+        sleep(SECOND).await;
+        tier.becomes(weather);
+        assert!(permit.complete(outcome("1")).await.unwrap().kept, "the client gets its 201");
+        assert!(
+            matches!(waiter.await.unwrap(), Ok(TieredSettled::Completed(_))),
+            "and so do others"
+        );
+        assert_eq!(a.claim(&id("k"), same()).await.replayed(), outcome("1"));
+        assert_eq!((a.stats().unwritten, a.stats().late), (1, 1));
+        sleep(5 * SECOND).await;
+        tier.becomes(Weather::Fair);
+        until("it lands", async || a.stats().unwritten == 0).await;
+        assert_eq!(state(&tier, "k").await, Some(State::Completed(outcome("1"))));
+        assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("1"));
+        assert_eq!((a.stats().lost, a.stats().double_runs, a.stats().given_up), (0, 0, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn t1_memory_answers_for_a_completion_that_has_not_landed_only_while_its_owner_is_taken_for_alive()
+ {
+    let tier = Wire::new();
+    let a = node(&tier, Lapse::TakeOver).await;
+    let permit = a.claim(&id("k"), same()).await.won();
+    tier.becomes(Weather::Down);
+    permit.complete(outcome("a")).await.unwrap();
+    advance(LEASE - 3 * SECOND).await;
+    assert_eq!(a.claim(&id("k"), same()).await.replayed(), outcome("a"));
+    advance(3 * SECOND).await;
+    // Another node may run it by now, so the tier is asked.
+    assert!(matches!(a.claim(&id("k"), same()).await, Err(TieredError::Unavailable { .. })));
+    tier.becomes(Weather::Fair);
+    until("it lands", async || a.stats().unwritten == 0).await;
+    assert_eq!(a.claim(&id("k"), same()).await.replayed(), outcome("a"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn t4_a_claim_whose_answer_was_lost_shuts_nobody_out() {
+    let tier = Wire::new();
+    let node = node(&tier, Lapse::Hold).await;
+    tier.becomes(Weather::Deaf);
+    assert!(matches!(node.claim(&id("k"), same()).await, Err(TieredError::Unavailable { .. })));
+    assert_eq!(state(&tier, "k").await, Some(State::InFlight), "it got there");
+    tier.becomes(Weather::Fair);
+    until("it is given up", async || state(&tier, "k").await.is_none()).await;
+    node.claim(&id("k"), same()).await.won().complete(outcome("1")).await.unwrap();
+}
+
+/// Polls `future` `times` times and drops it; what it answered, if it came to that.
+async fn dropped_after<F: Future>(times: usize, future: F) -> Option<F::Output> {
+    let mut future = Box::pin(future);
+    for _ in 0..times {
+        let polled = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        if let Poll::Ready(output) = polled {
+            return Some(output);
+        }
+        tokio::task::yield_now().await;
+    }
+    None
+}
+
+#[tokio::test(start_paused = true)]
+async fn t8_a_claim_that_is_dropped_at_any_await_is_given_up() {
+    for times in 0.. {
+        let tier = Wire::new();
+        let node = node(&tier, Lapse::Hold).await;
+        let claimed = dropped_after(times, node.claim(&id("k"), same())).await;
+        let is_over = claimed.is_some();
+        if let Some(claim) = claimed {
+            claim.won().release().await.unwrap();
+            assert!(times >= 3, "there were awaits to be dropped at: {times}");
+        }
+        let next = timeout(LEASE, async {
+            loop {
+                match node.claim(&id("k"), same()).await.unwrap() {
+                    TieredClaim::Won(permit) => return permit,
+                    TieredClaim::InFlight(pending) => match pending.wait().await.unwrap() {
+                        TieredSettled::Yours(permit) => return permit,
+                        other => panic!("{other:?}"),
+                    },
+                    other => panic!("{other:?}"),
+                }
+            }
+        });
+        next.await
+            .unwrap_or_else(|_| panic!("shut after {times}"))
+            .complete(outcome("1"))
+            .await
+            .unwrap();
+        if is_over {
+            return;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn t8_a_completion_that_is_dropped_at_any_await_lands() {
+    for times in 0.. {
+        let tier = Wire::new();
+        let node = node(&tier, Lapse::Hold).await;
+        let permit = node.claim(&id("k"), same()).await.won();
+        let is_over = dropped_after(times, permit.complete(outcome("1"))).await.is_some();
+        if times == 0 {
+            // Nobody has polled it: the permit was dropped, and nobody knows.
+            continue;
+        }
+        until("it lands", async || node.stats().unwritten == 0).await;
+        assert_eq!(state(&tier, "k").await, Some(State::Completed(outcome("1"))), "{times}");
+        assert_eq!(node.claim(&id("k"), same()).await.replayed(), outcome("1"));
+        if is_over {
+            assert!(times > 2);
+            return;
+        }
+    }
+}
+
+/// A claim of a node that has died: it beat once.
+async fn left_by_the_dead(tier: &Wire, key: &str) -> Token {
+    let token = Token::new(0xdead, 1);
+    tier.tier.beat(token.owner(), LEASE).await.unwrap();
+    let (max_run, retention) = (15 * LEASE, DAY);
+    let claim = NewClaim { token, fingerprint: same(), max_run, retention };
+    assert_eq!(tier.tier.claim(id(key), claim).await.unwrap(), Claimed::Won { checkpoint: None });
+    token
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_013_a_claim_of_a_dead_node_is_waited_for_and_then_treated_by_the_setting() {
+    let tier = Wire::new();
+    left_by_the_dead(&tier, "taken").await;
+    left_by_the_dead(&tier, "held").await;
+    let taking = node(&tier, Lapse::TakeOver).await;
+    let holding = node(&tier, Lapse::Hold).await;
+    // Before its lease ends: in flight.
+    let Ok(TieredClaim::InFlight(pending)) = taking.claim(&id("taken"), same()).await else {
+        panic!()
+    };
+    let waiter = tokio::spawn(pending.wait());
+    sleep(LEASE - SECOND).await;
+    assert!(!waiter.is_finished());
+    sleep(2 * SECOND).await;
+    match timeout(SECOND, waiter).await.unwrap().unwrap().unwrap() {
+        TieredSettled::Yours(permit) => drop(permit.complete(outcome("2")).await.unwrap()),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(taking.stats().taken_over, 1);
+    assert!(matches!(holding.claim(&id("held"), other()).await, Ok(TieredClaim::Mismatch)));
+    assert!(matches!(holding.claim(&id("held"), same()).await, Ok(TieredClaim::Held)));
+    // An operator finds out.
+    let resolved = taking.resolve(&id("held"), Some(&outcome("3"))).await.unwrap();
+    assert_eq!(resolved, Resolved::Done);
+    sleep(5 * SECOND).await;
+    assert_eq!(holding.claim(&id("held"), same()).await.replayed(), outcome("3"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_036_a_late_completion_after_a_takeover_is_lost_and_counted() {
+    let tier = Wire::new();
+    let slow = Wire::to(tier.tier.clone());
+    let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    let first = permit.token();
+    *slow.beats.lock().unwrap() = Weather::Down;
+    sleep(LEASE + SECOND).await;
+    let second = b.claim(&id("k"), same()).await.won();
+    assert!(second.token().number() > first.number());
+    second.complete(outcome("b")).await.unwrap();
+    *slow.beats.lock().unwrap() = Weather::Fair;
+    until("it beats again", async || !a.stats().is_cut_off).await;
+    let lost = permit.complete(outcome("a")).await.unwrap_err();
+    assert_eq!(lost.found().unwrap().state, State::Completed(outcome("b")));
+    assert_eq!(lost.into_outcome(), Some(outcome("a")));
+    assert_eq!((a.stats().lost, a.stats().double_runs), (1, 1));
+    for node in [&a, &b] {
+        assert_eq!(node.claim(&id("k"), same()).await.replayed(), outcome("b"));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn case_033_a_late_release_does_not_take_the_next_owners_claim() {
+    let tier = Wire::new();
+    let slow = Wire::to(tier.tier.clone());
+    let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    *slow.beats.lock().unwrap() = Weather::Down;
+    sleep(LEASE + SECOND).await;
+    let second = b.claim(&id("k"), same()).await.won();
+    *slow.beats.lock().unwrap() = Weather::Fair;
+    until("it beats again", async || !a.stats().is_cut_off).await;
+    assert!(permit.release().await.is_err());
+    assert!(matches!(a.claim(&id("k"), same()).await, Ok(TieredClaim::InFlight(_))));
+    second.complete(outcome("b")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn r8_an_owner_that_was_silent_and_beats_again_keeps_what_nobody_took() {
+    let tier = Wire::new();
+    let slow = Wire::to(tier.tier.clone());
+    let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    *slow.beats.lock().unwrap() = Weather::Down;
+    sleep(LEASE + SECOND).await;
+    assert_eq!(state(&tier, "k").await, Some(State::Lapsed));
+    *slow.beats.lock().unwrap() = Weather::Fair;
+    until("it beats", async || state(&tier, "k").await == Some(State::InFlight)).await;
+    let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("k"), same()).await else { panic!() };
+    permit.complete(outcome("a")).await.unwrap();
+    assert!(matches!(pending.wait().await, Ok(TieredSettled::Completed(_))));
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("a"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn t9_what_is_forgotten_is_forgotten_on_other_nodes_within_five_seconds() {
+    let tier = Wire::new();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    sleep(3 * SECOND).await;
+    a.claim(&id("k"), same()).await.won().complete(outcome("1")).await.unwrap();
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("1"));
+    assert_eq!(a.forget(&id("k"), false).await.unwrap(), Forgotten::Gone);
+    sleep(5 * SECOND).await;
+    let permit = b.claim(&id("k"), same()).await.won();
+    assert_eq!(a.forget(&id("k"), false).await.unwrap(), Forgotten::Busy);
+    assert_eq!(a.forget(&id("k"), true).await.unwrap(), Forgotten::Gone);
+    assert!(permit.complete(outcome("2")).await.is_err(), "its token is stale");
+}
+
+#[tokio::test(start_paused = true)]
+async fn r11_a_permit_that_is_dropped_is_settled_in_the_tier() {
+    let tier = Wire::new();
+    let a = node(&tier, Lapse::TakeOver).await;
+    let b =
+        Tiered::open(store(|it| it.on_abandon(Abandon::Release)), tier.clone(), Lapse::TakeOver);
+    let b = b.await.unwrap();
+    drop(a.claim(&id("held"), same()).await.won());
+    drop(b.claim(&id("free"), same()).await.won());
+    until("told", async || a.stats().unwritten + b.stats().unwritten == 0).await;
+    assert_eq!(state(&tier, "held").await, Some(State::Held));
+    assert!(matches!(b.claim(&id("held"), same()).await, Ok(TieredClaim::Held)));
+    a.claim(&id("free"), same()).await.won().hold().await.unwrap();
+    assert!(matches!(b.claim(&id("free"), same()).await, Ok(TieredClaim::Held)));
+    // Given up by an operator: here at once, there within 5 s.
+    assert_eq!(a.resolve(&id("free"), None).await.unwrap(), Resolved::Done);
+    sleep(5 * SECOND).await;
+    b.claim(&id("free"), same()).await.won().complete_not_kept().await.unwrap();
+    assert!(matches!(a.claim(&id("free"), same()).await, Ok(TieredClaim::NotKept)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_checkpoint_goes_to_the_next_owner() {
+    let tier = Wire::new();
+    let token = left_by_the_dead(&tier, "k").await;
+    let left = Bytes::from_static(b"charged");
+    assert_eq!(tier.tier.checkpoint(id("k"), token, left.clone()).await.unwrap(), Landed::Done);
+    let node = node(&tier, Lapse::TakeOver).await;
+    advance(LEASE).await;
+    let mut permit = node.claim(&id("k"), same()).await.won();
+    assert_eq!(permit.take_checkpoint(), Some(left));
+    assert!(permit.checkpoint("booked").await.unwrap());
+    assert_eq!(tier.tier.checkpoint(id("k"), token, Bytes::new()).await.unwrap(), {
+        Landed::Lost(tier.tier.look_up(id("k")).await.unwrap())
+    });
+    permit.complete(outcome("1")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn r25_completed_records_leave_memory_for_new_ones_and_are_replayed_from_the_tier() {
+    let tier = Wire::new();
+    let small = store(|it| it.max_keys(500));
+    let node = Tiered::open(small, tier.clone(), Lapse::Hold).await.unwrap();
+    let running = node.claim(&id("running"), same()).await.won();
+    for n in 0..5_000 {
+        let key = n.to_string();
+        node.claim(&id(&key), same()).await.won().complete(outcome(&key)).await.unwrap();
+    }
+    let stats = node.store().stats();
+    assert!(stats.keys <= 500 && stats.evicted >= 4_500, "{stats:?}");
+    // The youngest are still there, the oldest are read again, and nobody forgets.
+    let asked = tier.calls(CLAIM);
+    assert_eq!(node.claim(&id("4999"), same()).await.replayed(), outcome("4999"));
+    assert_eq!(tier.calls(CLAIM), asked);
+    for n in 0..5_000 {
+        let key = n.to_string();
+        assert_eq!(node.claim(&id(&key), same()).await.replayed(), outcome(&key));
+    }
+    assert!(matches!(node.claim(&id("running"), same()).await, Ok(TieredClaim::InFlight(_))));
+    running.complete(outcome("ran")).await.unwrap();
+    // An answer that needs more room than was reserved finds it too.
+    let large = Outcome::new(200).body(vec![7; 100_000]);
+    node.claim(&id("large"), same()).await.won().complete(large.clone()).await.unwrap();
+    assert_eq!(node.claim(&id("large"), same()).await.replayed(), large);
+}
+
+#[tokio::test(start_paused = true)]
+async fn r26_memory_that_was_evicted_is_given_back() {
+    let tier = Wire::new();
+    let small = store(|it| it.max_bytes(1 << 20));
+    let node = Tiered::open(small, tier.clone(), Lapse::Hold).await.unwrap();
+    for n in 0..3_000 {
+        let key = n.to_string();
+        let large = Outcome::new(200).body(vec![7; 5_000]);
+        node.claim(&id(&key), same()).await.won().complete(large).await.unwrap();
+        assert!(node.store().stats().bytes <= 1 << 20);
+    }
+    advance(DAY + LEASE).await;
+    node.store().sweep();
+    assert_eq!(node.store().stats().keys, 0);
+    until("the tier is reaped", async || tier.tier.is_empty()).await;
+}
