@@ -8,7 +8,6 @@ use super::{
     attempt::Caller,
     body::ResponseBody,
     endpoint,
-    fingerprinting::Fingerprinting,
     intake::Received,
     layer::{Config, Over},
     policy::Policy,
@@ -55,26 +54,6 @@ impl Asked {
         self.policy.fingerprint.of(parts, path, received.bytes.as_ref())
     }
 
-    /// The fingerprint by the scheme of an older record, if that is a scheme we know (R4).
-    pub(crate) fn translate(
-        &self,
-        scheme: Scheme,
-        parts: &Parts,
-        received: &Received,
-    ) -> Option<Fingerprint> {
-        let of = |form: &Fingerprinting| {
-            let is_it = form.scheme() == scheme;
-            is_it.then(|| form.of(parts, endpoint::path(parts), received.bytes.as_ref()))
-        };
-        self.policy
-            .accepted
-            .iter()
-            .find_map(of)
-            .or_else(|| of(&Fingerprinting::raw()))
-            .or_else(|| of(&Fingerprinting::canonical_json()))
-            .or_else(|| of(&Fingerprinting::multipart()))
-    }
-
     /// Claims, or only looks: `None` is "absent", which a claim never answers.
     pub(crate) fn claim(
         &self,
@@ -84,7 +63,7 @@ impl Asked {
     ) -> Result<Option<Claim>, ClaimError> {
         // The parts were measured when the request was let in, so there is an identity.
         let Ok(identity) = self.caller.identity() else { return Ok(None) };
-        let store = &self.config.store;
+        let store = self.config.backing.store();
         if may_win {
             store.claim_with(&identity, fingerprint, translate).map(Some)
         } else {
@@ -125,6 +104,13 @@ impl Asked {
         };
         self.watch.end(Ending::Refused(problem));
         problem.answer_with(&self.policy.problem_base, problem.detail(), retry_after)
+    }
+
+    /// The tier did not answer (T2).
+    pub(crate) fn unavailable<R>(&self, retry_after: Duration) -> Response<ResponseBody<R>> {
+        let problem = Problem::TierUnavailable;
+        self.watch.end(Ending::Refused(problem));
+        problem.answer_with(&self.policy.problem_base, problem.detail(), Some(retry_after))
     }
 
     /// What is stored.

@@ -15,6 +15,7 @@ use tower_layer::Layer;
 
 use super::{
     attempt::Caller,
+    backing::Backing,
     endpoint,
     intake::{Bodies, Budget},
     policy::Policy,
@@ -44,20 +45,20 @@ impl IdempotencyLayer {
     /// `account` answers at most 255 bytes: a user or tenant id. A request for which it answers
     /// `None`, nothing or more is refused (403).
     pub fn new<A: AsRef<[u8]>>(
-        store: Store,
+        store: impl Into<Backing>,
         account: impl Fn(&Parts) -> Option<A> + Send + Sync + 'static,
     ) -> Self {
-        Self::of(store, Some(Arc::new(move |parts| Some(account(parts)?.as_ref().to_vec()))))
+        Self::of(store.into(), Some(Arc::new(move |parts| Some(account(parts)?.as_ref().to_vec()))))
     }
 
     /// A layer for a service with one tenant: all callers share one account (R3).
-    pub fn single_tenant(store: Store) -> Self {
-        Self::of(store, None)
+    pub fn single_tenant(store: impl Into<Backing>) -> Self {
+        Self::of(store.into(), None)
     }
 
-    fn of(store: Store, account: Option<Arc<AccountOf>>) -> Self {
+    fn of(backing: Backing, account: Option<Arc<AccountOf>>) -> Self {
         let mut config = Config {
-            store,
+            backing,
             account,
             endpoint: None,
             operation_name: None,
@@ -150,7 +151,7 @@ impl IdempotencyLayer {
 
     /// What clients must be told of these settings, for the documentation of the service.
     pub fn published_policy(&self) -> PublishedPolicy {
-        let Config { store, account, base, changes, operations, caps, .. } = &*self.config;
+        let Config { backing, account, base, changes, operations, caps, .. } = &*self.config;
         let mut told: Vec<(String, Arc<Policy>)> = Vec::new();
         for (name, _) in changes {
             let erased = endpoint::erased(name);
@@ -163,15 +164,15 @@ impl IdempotencyLayer {
         PublishedPolicy {
             base: Arc::clone(base),
             operations: told,
-            retention: store.retention(),
+            retention: backing.store().retention(),
             has_accounts: account.is_some(),
             each: caps.limits.each,
         }
     }
 
-    /// The store.
+    /// The store, or the memory in front of the tier.
     pub fn store(&self) -> &Store {
-        &self.config.store
+        self.config.backing.store()
     }
 
     /// What the layer has done and holds, in numbers. What the store knows is in
@@ -236,7 +237,7 @@ pub struct HttpStats {
 /// What a layer and its services have in common.
 #[derive(Clone)]
 pub(crate) struct Config {
-    pub(crate) store: Store,
+    pub(crate) backing: Backing,
     /// `None` for one tenant.
     account: Option<Arc<AccountOf>>,
     endpoint: Option<Arc<EndpointOf>>,

@@ -81,7 +81,7 @@ impl LookUp {
             Err(_) => return refuse(Problem::KeyInvalid),
         };
         let caller = Caller { account, endpoint: endpoint.clone(), key };
-        let entry = caller.identity().ok().and_then(|id| config.store.look_up(&id));
+        let entry = caller.identity().ok().and_then(|id| config.backing.store().look_up(&id));
         let Some(entry) = entry else {
             return problem::plain(StatusCode::NOT_FOUND, "nothing stands for this key");
         };

@@ -110,6 +110,7 @@
 
 mod asked;
 mod attempt;
+mod backing;
 mod body;
 mod capture;
 mod cors;
@@ -135,6 +136,7 @@ mod watch;
 
 pub use self::{
     attempt::{Attempt, Keep, Release},
+    backing::Backing,
     body::{RequestBody, ResponseBody},
     endpoint::RouteTemplate,
     fingerprinting::Fingerprinting,

@@ -28,6 +28,7 @@ use super::{
     BoxError,
     asked::Asked,
     attempt::{Acted, Attempt, Caller, Keep, Release},
+    backing::{Claimed, Entered, Stale, Told, Verb},
     body::{RequestBody, ResponseBody, Rest},
     capture::{self, Captured},
     intake::{self, Charge, Listed, Received, Refused},
@@ -38,13 +39,13 @@ use super::{
     shares::Of,
     watch::{Ending, Watch},
 };
-use crate::{Claim, Fingerprint, Lost, Outcome, Pending, Permit, Settled};
+use crate::{Claim, Fingerprint, Outcome, Pending, Permit, Settled};
 
 /// The way of a request that was let in, as its client sees it.
 pub(super) async fn run<S, B, R>(
-    inner: S,
+    mut inner: S,
     asked: Asked,
-    parts: Parts,
+    mut parts: Parts,
     body: B,
 ) -> Result<Response<ResponseBody<R>>, S::Error>
 where
@@ -77,7 +78,7 @@ where
     let mut is_seated = false;
     let mut deadline = None;
     loop {
-        let translate = |scheme| asked.translate(scheme, &parts, &received);
+        let translate = |scheme| asked.policy.translate(scheme, &parts, &received);
         let mut slot = Err(Over::All);
         let mut claim = asked.claim(fingerprint, false, translate);
         if matches!(claim, Ok(None)) {
@@ -128,11 +129,38 @@ where
                 return Ok(asked.over(over));
             }
         };
-        drop((listed, seat));
+        drop((listed.take(), seat.take()));
+        is_seated = false;
         asked.watch.waited();
-        let task = start(inner, &asked, fingerprint, permit, slot, parts, received);
-        return ended(&asked, fingerprint, task).await;
+        let work = Work { inner, parts, received };
+        let task = start(work, &asked, fingerprint, permit, slot);
+        let told = match ended(&asked, fingerprint, task).await? {
+            Ok(response) => return Ok(response),
+            Err((told, work)) => {
+                Work { inner, parts, received } = *work;
+                told
+            }
+        };
+        return Ok(match told {
+            Told::Replay(replay) => asked.replay(&replay),
+            Told::NotKept => asked.answer(Problem::ResponseNotKept),
+            Told::Mismatch => asked.answer(Problem::KeyReused),
+            Told::Held => asked.answer(Problem::OutcomeUnknown),
+            Told::Unavailable { retry_after } => asked.unavailable(retry_after),
+            // Waits in memory, for what the other node does.
+            Told::Elsewhere => {
+                seat = caps.share(&asked.caller, Of::Waiters);
+                continue;
+            }
+        });
     }
+}
+
+/// What a task runs, or gives back if nothing is to run.
+struct Work<S> {
+    inner: S,
+    parts: Parts,
+    received: Received,
 }
 
 fn not_received<R>(asked: &Asked, refused: Refused) -> Response<ResponseBody<R>> {
@@ -219,23 +247,23 @@ fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
 }
 
 /// How a task ended that was not cut off.
-enum Ended<R, E> {
+enum Ended<R, E, S> {
     Answered(Response<ResponseBody<R>>),
     Failed(E),
     /// The token was stale (R9). The outcome that was not stored comes along.
     Lost(Option<Outcome>),
+    /// The tier says something else than the memory: nothing has run.
+    Told(Told, Box<Work<S>>),
 }
 
 /// Spawns the owner's task.
 fn start<S, B, R>(
-    mut inner: S,
+    work: Work<S>,
     asked: &Asked,
     fingerprint: Fingerprint,
     permit: Permit,
     slot: Slot,
-    mut parts: Parts,
-    received: Received,
-) -> JoinHandle<Ended<R, S::Error>>
+) -> JoinHandle<Ended<R, S::Error, S>>
 where
     S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
     S::Future: Send,
@@ -247,13 +275,9 @@ where
     // The lease counts as renewed as long as the permit lives (R8). Lost already: then the verb at
     // the end says so.
     let _ = permit.attend();
-    asked.watch.owns(permit.token());
-    let caller = Arc::clone(&asked.caller);
-    parts.extensions.insert(Attempt { caller, token: permit.token() });
-    parts.extensions.insert(Acted);
     let config = Arc::clone(&asked.config);
     let mut owner = Owner {
-        permit: Some(permit),
+        claimed: None,
         slot: Some(slot),
         has_begun: false,
         config,
@@ -263,43 +287,56 @@ where
         .policy
         .fingerprint
         .covers_bytes()
-        .then(|| asked.config.caps.bodies.list(*fingerprint.digest(), &received.bytes));
-    let Received { bytes, trailers } = received;
-    let body = RequestBody::buffered(bytes.to_bytes(), trailers);
-    // From here on the handler's bytes are the only ones: it may drop them when it has read them.
-    drop(bytes);
-    let request = Request::from_parts(parts, body);
-    let policy = Arc::clone(&asked.policy);
-    let method = request.method().clone();
-    let config = Arc::clone(&asked.config);
+        .then(|| asked.config.caps.bodies.list(*fingerprint.digest(), &work.received.bytes));
+    let (policy, config) = (Arc::clone(&asked.policy), Arc::clone(&asked.config));
     let (watch, caller) = (asked.watch.clone(), Arc::clone(&asked.caller));
     let task = async move {
         let _until_the_end = listed;
+        let translate = |scheme| policy.translate(scheme, &work.parts, &work.received);
+        let claimed = match config.backing.enter(permit, translate).await {
+            Entered::Yours(claimed) => claimed,
+            Entered::Told(told) => return Ended::Told(told, Box::new(work)),
+        };
+        let token = claimed.token();
+        owner.claimed = Some(claimed);
+        owner.watch.owns(token);
+        let Work { mut inner, mut parts, received } = work;
+        parts.extensions.insert(Attempt { caller: Arc::clone(&caller), token });
+        parts.extensions.insert(Acted);
+        let Received { bytes, trailers } = received;
+        let body = RequestBody::buffered(bytes.to_bytes(), trailers);
+        // From here on the handler's bytes are the only ones: it may drop them when it has read
+        // them.
+        drop(bytes);
+        let request = Request::from_parts(parts, body);
+        let method = request.method().clone();
         if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
             // Nothing was done, and Lost means that somebody else has settled it.
-            let _ = owner.settle(|permit| permit.release().map(|()| Ending::Failed));
+            let _ = owner.settle(Verb::Release, Some(Ending::Failed)).await;
             return Ended::Failed(error);
         }
         owner.has_begun = true;
         let ended = match inner.call(request).await {
             Ok(response) => settle(owner, response, &policy, &method, &caller).await,
             Err(error) => owner
-                .settle(|permit| permit.release().map(|()| Ending::Failed))
+                .settle(Verb::Release, Some(Ending::Failed))
+                .await
                 .map(|_| Ended::Failed(error)),
         };
-        ended.unwrap_or_else(|lost| {
-            config.store.note_double_run();
-            Ended::Lost(lost.into_outcome())
+        ended.unwrap_or_else(|Stale(outcome)| {
+            config.backing.store().note_double_run();
+            Ended::Lost(outcome)
         })
     };
-    tokio::spawn(watch.around(task))
+    let around = watch.clone();
+    tokio::spawn(around.around(task))
 }
 
 /// The permit of a task, which settles when dropped: released if nothing has begun, else by the
 /// setting of the store (R11).
 struct Owner {
-    /// `None` once settled.
-    permit: Option<Permit>,
+    /// `None` before the tier has let it in, and once settled.
+    claimed: Option<Claimed>,
     /// Given back first (rule 3).
     slot: Option<Slot>,
     has_begun: bool,
@@ -308,19 +345,13 @@ struct Owner {
 }
 
 impl Owner {
-    /// `None` if it was settled already.
-    fn settle(
-        mut self,
-        verb: impl FnOnce(Permit) -> Result<Ending, Lost>,
-    ) -> Result<Option<Ending>, Lost> {
+    /// `None` if it was settled already. The attempt ends as `told`, if that is given.
+    async fn settle(mut self, verb: Verb, told: Option<Ending>) -> Result<Option<Ending>, Stale> {
         self.slot = None;
-        let ending = self.permit.take().map(verb).transpose();
-        match &ending {
-            Ok(Some(ending)) => self.watch.end(*ending),
-            Ok(None) => {}
-            Err(_) => self.watch.end(Ending::Lost),
-        }
-        ending
+        let Some(claimed) = self.claimed.take() else { return Ok(None) };
+        let ending = claimed.settle(verb).await.map(|ending| told.unwrap_or(ending));
+        self.watch.end(*ending.as_ref().unwrap_or(&Ending::Lost));
+        ending.map(Some)
     }
 }
 
@@ -331,23 +362,22 @@ impl Drop for Owner {
         if is_panicking {
             self.config.counters.panics.up();
         }
-        let Some(permit) = self.permit.take() else { return };
+        let Some(claimed) = self.claimed.take() else { return };
         if !self.has_begun {
-            // Lost means that somebody else has settled it: nothing is left to do.
-            let _ = permit.release();
+            claimed.give_up();
         }
         self.watch.end(if is_panicking { Ending::Panicked } else { Ending::CutOff });
     }
 }
 
 /// Settles the identity by the response (R17, R20), and gives the response back for the client.
-async fn settle<R, E>(
+async fn settle<R, E, S>(
     owner: Owner,
     response: Response<R>,
     policy: &Policy,
     method: &Method,
     caller: &Caller,
-) -> Result<Ended<R, E>, Lost>
+) -> Result<Ended<R, E, S>, Stale>
 where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
@@ -362,28 +392,22 @@ where
     // Only these answers are for the waiters too; after another release one of them runs (R14).
     let is_for_all = status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
     // A key that was settled stands for its answer from now on, also for one that was not kept.
-    let retention = owner.config.store.retention();
+    let retention = owner.config.backing.store().retention();
     let say_when_it_expires = |ending, headers: &mut HeaderMap| {
         if matches!(ending, Some(Ending::Kept | Ending::NotKept)) {
             reply::say_when_it_expires(policy, retention, headers);
         }
     };
-    let without_answer = |permit: Permit| {
-        if is_kept {
-            permit.complete_not_kept().map(|_| Ending::NotKept)
-        } else {
-            permit.release().map(|()| Ending::Released)
-        }
-    };
+    let without_answer = || if is_kept { Verb::CompleteNotKept } else { Verb::Release };
     if capture::is_stream(&head) || !(is_kept || is_for_all) {
-        let ending = owner.settle(without_answer)?;
+        let ending = owner.settle(without_answer(), None).await?;
         say_when_it_expires(ending, &mut head.headers);
         return Ok(Ended::Answered(Response::from_parts(head, ResponseBody::untouched(body))));
     }
     let ending;
     let body = match capture::capture(body, policy.max_response, policy.capture_time).await {
         Captured::Whole { data, .. } if !capture::is_as_promised(&head, method, data.len()) => {
-            ending = owner.settle(without_answer)?;
+            ending = owner.settle(without_answer(), None).await?;
             let error = "the body has another length than its head says";
             ResponseBody::tail(data, Rest::Broken(error.into()))
         }
@@ -392,13 +416,12 @@ where
             let outcome = reply::keep(policy, status, &head.headers, kept, trailers.as_ref());
             // Before the place is given back: it is part of the work.
             let sealed = policy.seal.seal(caller, outcome);
-            ending = owner.settle(|permit| match sealed {
-                None => without_answer(permit),
-                Some(outcome) if is_kept => permit
-                    .complete(outcome)
-                    .map(|completed| if completed.kept { Ending::Kept } else { Ending::NotKept }),
-                Some(outcome) => permit.release_with(outcome).map(|()| Ending::Released),
-            })?;
+            let verb = match sealed {
+                None => without_answer(),
+                Some(outcome) if is_kept => Verb::Complete(outcome),
+                Some(outcome) => Verb::ReleaseWith(outcome),
+            };
+            ending = owner.settle(verb, None).await?;
             capture::let_frame(&mut head.headers);
             if reply::has_no_body(status) {
                 ResponseBody::without_content()
@@ -407,7 +430,7 @@ where
             }
         }
         Captured::Open { prefix, rest } => {
-            ending = owner.settle(without_answer)?;
+            ending = owner.settle(without_answer(), None).await?;
             ResponseBody::tail(prefix, rest)
         }
     };
@@ -415,23 +438,25 @@ where
     Ok(Ended::Answered(Response::from_parts(head, body)))
 }
 
-/// Waits for the task, which goes on if this is dropped.
-async fn ended<R, E>(
+/// Waits for the task, which goes on if this is dropped. What the tier has told instead comes with
+/// what was to run.
+async fn ended<R, E, S>(
     asked: &Asked,
     fingerprint: Fingerprint,
-    task: JoinHandle<Ended<R, E>>,
-) -> Result<Response<ResponseBody<R>>, E> {
-    match task.await {
-        Ok(Ended::Answered(response)) => Ok(response),
-        Ok(Ended::Failed(error)) => Err(error),
-        Ok(Ended::Lost(ours)) => Ok(after_lost(asked, fingerprint, ours).await),
-        Err(cut_off) if cut_off.is_panic() => Ok(problem::plain(
+    task: JoinHandle<Ended<R, E, S>>,
+) -> Result<Result<Response<ResponseBody<R>>, (Told, Box<Work<S>>)>, E> {
+    Ok(Ok(match task.await {
+        Ok(Ended::Answered(response)) => response,
+        Ok(Ended::Failed(error)) => return Err(error),
+        Ok(Ended::Told(told, work)) => return Ok(Err((told, work))),
+        Ok(Ended::Lost(ours)) => after_lost(asked, fingerprint, ours).await,
+        Err(cut_off) if cut_off.is_panic() => problem::plain(
             StatusCode::INTERNAL_SERVER_ERROR,
             "the handler failed; it is not known whether the work was done",
-        )),
+        ),
         // The runtime is shutting down.
-        Err(_) => Ok(asked.answer(Problem::OutcomeUnknown)),
-    }
+        Err(_) => asked.answer(Problem::OutcomeUnknown),
+    }))
 }
 
 /// The winner's outcome for a client whose own run came too late, waiting for it (R9).
@@ -454,17 +479,7 @@ async fn after_lost<R>(
                 }
                 // The winner gave up, and this run is the one that was done.
                 Waited::Settled(Settled::Yours(permit)) => {
-                    return match ours {
-                        Some(outcome) => {
-                            let answer = asked.hand_back(&outcome, None);
-                            let _ = permit.complete(outcome);
-                            answer
-                        }
-                        None => {
-                            let _ = permit.release();
-                            asked.answer(Problem::OutcomeUnknown)
-                        }
-                    };
+                    return own_after_all(asked, permit, ours).await;
                 }
                 Waited::Lapsed => {}
                 Waited::Settled(_) | Waited::Late => {
@@ -473,5 +488,26 @@ async fn after_lost<R>(
             },
             _ => return asked.answer(Problem::OutcomeUnknown),
         }
+    }
+}
+
+/// The winner gave up: the run that came too late is the one that was done.
+async fn own_after_all<R>(
+    asked: &Asked,
+    permit: Permit,
+    ours: Option<Outcome>,
+) -> Response<ResponseBody<R>> {
+    let Some(outcome) = ours else {
+        let _ = permit.release();
+        return asked.answer(Problem::OutcomeUnknown);
+    };
+    match asked.config.backing.enter(permit, |_| None).await {
+        Entered::Yours(claimed) => {
+            let answer = asked.hand_back(&outcome, None);
+            let _ = claimed.settle(Verb::Complete(outcome)).await;
+            answer
+        }
+        Entered::Told(Told::Replay(replay)) => asked.replay(&replay),
+        Entered::Told(_) => asked.answer(Problem::OutcomeUnknown),
     }
 }

@@ -5,13 +5,15 @@ use std::{fmt, time::Duration};
 use http::{HeaderName, Method, StatusCode, request::Parts};
 
 use super::{
+    endpoint,
     fingerprinting::Fingerprinting,
+    intake::Received,
     layer::IdempotencyLayer,
     problem,
     sealing::{Seal, Sealing},
     veto::Veto,
 };
-use crate::{Identity, KeyForm};
+use crate::{Fingerprint, Identity, KeyForm, Scheme};
 
 /// How one operation, or all of them, are treated.
 ///
@@ -116,6 +118,27 @@ macro_rules! setters {
             })+
         }
     };
+}
+
+impl Policy {
+    /// The fingerprint by the scheme of an older record, if that is a scheme we know (R4).
+    pub(super) fn translate(
+        &self,
+        scheme: Scheme,
+        parts: &Parts,
+        received: &Received,
+    ) -> Option<Fingerprint> {
+        let of = |form: &Fingerprinting| {
+            let is_it = form.scheme() == scheme;
+            is_it.then(|| form.of(parts, endpoint::path(parts), received.bytes.as_ref()))
+        };
+        self.accepted
+            .iter()
+            .find_map(of)
+            .or_else(|| of(&Fingerprinting::raw()))
+            .or_else(|| of(&Fingerprinting::canonical_json()))
+            .or_else(|| of(&Fingerprinting::multipart()))
+    }
 }
 
 setters! {

@@ -153,7 +153,7 @@ fn admit(config: &Config, parts: &Parts) -> Admission {
     match caller.identity() {
         Ok(identity) => {
             // What the claim will read is on its way while the body comes in and is hashed.
-            config.store.prefetch(&identity);
+            config.backing.store().prefetch(&identity);
             Admission::Enter { policy: Arc::clone(policy), caller: Arc::new(caller) }
         }
         // A name that is too long is none: it would have to be cut, and R1 forbids that.

@@ -53,7 +53,7 @@ mod circuit;
 mod memory;
 mod record;
 mod stats;
-mod through;
+pub(crate) mod through;
 mod tiered;
 
 use std::{error::Error, fmt, future::Future, pin::Pin, time::Duration};

@@ -566,6 +566,11 @@ impl Owned {
                     }) => {
                         through.settle_as(permit, &frame, state.clone(), *age, *remaining, sent);
                     }
+                    // Another owner runs: those who wait here, and this caller, wait for that one.
+                    Some(Found { state: State::InFlight, .. }) => {
+                        let own = permit.fingerprint();
+                        tokio::spawn(watch(Arc::clone(&through), permit, frame.clone(), own));
+                    }
                     _ => drop(permit.release()),
                 }
                 Err(Stale { outcome, found })
@@ -617,6 +622,15 @@ impl Owned {
             self.through.write_later(self.frame.clone(), self.token, step);
             Landed::Done
         })
+    }
+
+    /// Gives the identity up without waiting for the tier: nothing was done.
+    pub(crate) fn give_up(mut self) {
+        let Some(permit) = self.permit.take() else { return };
+        if self.is_in_tier {
+            self.through.write_later(self.frame.clone(), self.token, Unwritten::Release);
+        }
+        let _ = permit.release();
     }
 
     /// Leaves `bytes` for the next owner, should this one vanish.

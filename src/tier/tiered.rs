@@ -30,9 +30,8 @@ use crate::{
 /// use oncekey::tier::{MemoryTier, Tiered, TieredClaim};
 ///
 /// let tier = MemoryTier::new();
-/// let node = || async { Tiered::open(Store::builder().build()?, tier.clone(), Lapse::Hold).await };
-/// # let node = || async { Ok::<_, Box<dyn std::error::Error>>(node().await?) };
-/// let (a, b) = (node().await?, node().await?);
+/// let a = Tiered::open(Store::builder().build()?, tier.clone(), Lapse::Hold).await?;
+/// let b = Tiered::open(Store::builder().build()?, tier, Lapse::Hold).await?;
 ///
 /// let id = Identity::new("acct_42", "POST /charges", "7f9c1e2a")?;
 /// let fp = Fingerprint::request("POST", "/charges", b"{}");

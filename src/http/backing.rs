@@ -1,0 +1,168 @@
+//! What stands behind a layer: a store in memory, or one with a tier behind it.
+//!
+//! Ground rules: everything that the layer asks of a store in the way of a request goes to the
+//! memory first, and is answered there without a task. Only what was won in memory is taken to the
+//! tier, on the owner's task (R18).
+
+use std::{fmt, time::Duration};
+
+#[cfg(feature = "tier")]
+use crate::tier::{
+    Tiered,
+    through::{self, Owned},
+};
+use crate::{Fingerprint, Outcome, Permit, Replay, Scheme, Store, Token};
+
+use super::watch::Ending;
+
+/// The store behind an [`IdempotencyLayer`](super::IdempotencyLayer): a [`Store`], or, with the
+/// feature `tier`, a [`Tiered`](crate::tier::Tiered). Made by `From`.
+#[derive(Clone)]
+pub struct Backing {
+    store: Store,
+    #[cfg(feature = "tier")]
+    tiered: Option<Tiered>,
+}
+
+impl From<Store> for Backing {
+    fn from(store: Store) -> Self {
+        Self {
+            store,
+            #[cfg(feature = "tier")]
+            tiered: None,
+        }
+    }
+}
+
+#[cfg(feature = "tier")]
+impl From<Tiered> for Backing {
+    fn from(tiered: Tiered) -> Self {
+        Self { store: tiered.store().clone(), tiered: Some(tiered) }
+    }
+}
+
+impl fmt::Debug for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Backing").field("store", &self.store).finish_non_exhaustive()
+    }
+}
+
+/// What the owner's task settles.
+#[derive(Debug)]
+pub(super) enum Claimed {
+    Memory(Permit),
+    #[cfg(feature = "tier")]
+    Tier(Box<Owned>),
+}
+
+/// What came of a claim that was won in memory.
+#[derive(Debug)]
+pub(super) enum Entered {
+    Yours(Claimed),
+    /// Nothing is to run; this is what the client is told.
+    #[cfg_attr(not(feature = "tier"), expect(dead_code, reason = "memory alone lets everyone in"))]
+    Told(Told),
+}
+
+/// Why nothing is to run.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "tier"), expect(dead_code, reason = "memory alone lets everyone in"))]
+pub(super) enum Told {
+    Replay(Replay),
+    NotKept,
+    Mismatch,
+    Held,
+    /// Another node runs it: claim again, and wait in memory.
+    Elsewhere,
+    Unavailable {
+        retry_after: Duration,
+    },
+}
+
+/// How the owner ends it.
+#[derive(Debug)]
+pub(super) enum Verb {
+    Complete(Outcome),
+    CompleteNotKept,
+    Release,
+    ReleaseWith(Outcome),
+}
+
+/// The token was stale (R9). The outcome that was not stored comes along.
+#[derive(Debug)]
+pub(super) struct Stale(pub(super) Option<Outcome>);
+
+impl Backing {
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// Takes a claim that was won in memory to the tier, if there is one.
+    pub(super) async fn enter(
+        &self,
+        permit: Permit,
+        translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+    ) -> Entered {
+        #[cfg(feature = "tier")]
+        if let Some(tiered) = &self.tiered {
+            return match tiered.through().enter(permit, translate).await {
+                through::Entered::Yours(owned) => Entered::Yours(Claimed::Tier(Box::new(owned))),
+                through::Entered::Replay(replay) => Entered::Told(Told::Replay(replay)),
+                through::Entered::NotKept => Entered::Told(Told::NotKept),
+                through::Entered::Mismatch => Entered::Told(Told::Mismatch),
+                through::Entered::Held => Entered::Told(Told::Held),
+                through::Entered::Elsewhere => Entered::Told(Told::Elsewhere),
+                through::Entered::Unavailable { retry_after, .. } => {
+                    Entered::Told(Told::Unavailable { retry_after })
+                }
+            };
+        }
+        let _ = translate;
+        Entered::Yours(Claimed::Memory(permit))
+    }
+}
+
+impl Claimed {
+    pub(super) fn token(&self) -> Token {
+        match self {
+            Self::Memory(permit) => permit.token(),
+            #[cfg(feature = "tier")]
+            Self::Tier(owned) => owned.token(),
+        }
+    }
+
+    /// Nothing was done, and nobody can wait for it. Lost means that somebody else has settled it.
+    pub(super) fn give_up(self) {
+        match self {
+            Self::Memory(permit) => drop(permit.release()),
+            #[cfg(feature = "tier")]
+            Self::Tier(owned) => owned.give_up(),
+        }
+    }
+
+    pub(super) async fn settle(self, verb: Verb) -> Result<Ending, Stale> {
+        match self {
+            Self::Memory(permit) => match verb {
+                Verb::Complete(outcome) => permit.complete(outcome).map(ending),
+                Verb::CompleteNotKept => permit.complete_not_kept().map(ending),
+                Verb::Release => permit.release().map(|()| Ending::Released),
+                Verb::ReleaseWith(answer) => permit.release_with(answer).map(|()| Ending::Released),
+            }
+            .map_err(|lost| Stale(lost.into_outcome())),
+            #[cfg(feature = "tier")]
+            Self::Tier(owned) => match verb {
+                Verb::Complete(outcome) => owned.complete(Some(outcome)).await.map(ending),
+                Verb::CompleteNotKept => owned.complete(None).await.map(ending),
+                Verb::Release => owned.release(None).await.map(|()| Ending::Released),
+                Verb::ReleaseWith(answer) => {
+                    owned.release(Some(answer)).await.map(|()| Ending::Released)
+                }
+            }
+            .map_err(|stale| Stale(stale.outcome)),
+        }
+    }
+}
+
+fn ending(completed: crate::Completed) -> Ending {
+    if completed.kept { Ending::Kept } else { Ending::NotKept }
+}
