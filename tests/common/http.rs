@@ -41,6 +41,20 @@ pub async fn until(is_so: impl Fn() -> bool) {
     }
 }
 
+/// `store` as it is, or, where `ONCEKEY_TEST_TIER` is set, with a tier behind it: what the layer
+/// promises does not depend on that. Inside a runtime only.
+pub fn backing(store: &oncekey::Store) -> oncekey::http::Backing {
+    #[cfg(feature = "tier")]
+    if std::env::var_os("ONCEKEY_TEST_TIER").is_some() {
+        use futures_util::FutureExt as _;
+        use oncekey::{Lapse, tier};
+        let opened = tier::Tiered::open(store.clone(), tier::MemoryTier::new(), Lapse::Hold);
+        let opened = opened.now_or_never().expect("this tier answers at once");
+        return opened.unwrap().into();
+    }
+    store.clone().into()
+}
+
 /// How often something ran; clones count together.
 #[derive(Clone, Default)]
 pub struct Runs(Arc<AtomicUsize>);

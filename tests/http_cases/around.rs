@@ -11,7 +11,7 @@ use crate::{
     assert_idle, charge as identity,
     common::{MS, SECOND, by_hand},
     gated, idle, layer,
-    sockets::{Gate, Runs, serve, until},
+    sockets::{Gate, Runs, backing, serve, until},
     store,
     wire::{Leave, Present, Wire, assert_replay, charge},
 };
@@ -209,7 +209,7 @@ async fn case_020_a_time_out_inside_is_an_outcome(wire: Wire) {
 /// Its client and its duplicates end by their own limits, its key by `max_run`.
 async fn case_022_a_handler_that_never_ends_blocks_its_key_and_no_other(wire: Wire) {
     let ((store, clock), runs, present) = (by_hand(), Runs::default(), Present::default());
-    let once = IdempotencyLayer::single_tenant(store.clone()).wait_limit(MS);
+    let once = IdempotencyLayer::single_tenant(backing(&store)).wait_limit(MS);
     let counted = runs.clone();
     let app = crate::charges(move || {
         let run = counted.up();

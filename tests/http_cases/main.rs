@@ -41,7 +41,7 @@ use tower::{Service, load_shed::error::Overloaded};
 
 use crate::{
     common::LONG,
-    sockets::{Gate, Runs, Server, serve_service},
+    sockets::{Gate, Runs, Server, backing, serve_service},
 };
 
 /// A store at its defaults.
@@ -51,7 +51,7 @@ fn store() -> Store {
 
 /// A layer for one tenant whose limits of time no test reaches.
 fn layer(store: &Store) -> IdempotencyLayer {
-    IdempotencyLayer::single_tenant(store.clone())
+    IdempotencyLayer::single_tenant(backing(store))
         .wait_limit(LONG)
         .read_limit(LONG)
         .capture_time(LONG)
@@ -124,7 +124,7 @@ async fn authenticate(mut request: axum::extract::Request, next: Next) -> axum::
 
 /// A layer for those whom [`authenticate`] knows, whose limits of time no test reaches.
 fn of_account(store: &Store) -> IdempotencyLayer {
-    IdempotencyLayer::new(store.clone(), |parts| {
+    IdempotencyLayer::new(backing(store), |parts| {
         parts.extensions.get::<Account>().map(|account| account.0.clone())
     })
     .wait_limit(LONG)

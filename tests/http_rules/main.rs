@@ -29,7 +29,7 @@ use tokio::sync::mpsc;
 
 use crate::{
     common::LONG,
-    sockets::{Gate, Runs},
+    sockets::{Gate, Runs, backing},
 };
 
 /// A store at its defaults.
@@ -39,7 +39,7 @@ fn store() -> Store {
 
 /// A layer whose limits of time no test reaches.
 fn layer(store: &Store) -> IdempotencyLayer {
-    IdempotencyLayer::single_tenant(store.clone())
+    IdempotencyLayer::single_tenant(backing(store))
         .wait_limit(LONG)
         .read_limit(LONG)
         .capture_time(LONG)
