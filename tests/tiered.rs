@@ -20,8 +20,9 @@ use bytes::Bytes;
 use oncekey::{
     Abandon, Clock, Fingerprint, Identity, Lapse, Outcome, Store, StoreBuilder, Sweep, Token,
     tier::{
-        Answer, Claimed, Forgotten, Found, Landed, MemoryTier, NewClaim, Recalls, Resolved, State,
-        Tier, TierError, Tiered, TieredClaim, TieredError, TieredPermit, TieredSettled,
+        Answer, Claimed, Completion, Forgotten, Found, Landed, MemoryTier, NewClaim, Recalls,
+        Resolved, StageError, State, Tier, TierError, Tiered, TieredClaim, TieredError,
+        TieredPermit, TieredSettled, Transaction,
     },
 };
 use tokio::time::{Instant, advance, sleep, timeout};
@@ -109,6 +110,43 @@ struct Wire {
     /// Heartbeats only.
     beats: Arc<Mutex<Weather>>,
     calls: Arc<[AtomicUsize; 5]>,
+    /// Held by a transaction that has a record in its hands: a release waits for it.
+    row: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// A transaction on a [`Wire`]'s tier: what it completes appears with its commit.
+struct Tx {
+    wire: Wire,
+    _row: tokio::sync::OwnedMutexGuard<()>,
+    staged: Option<(String, Token, Outcome, Duration)>,
+}
+
+impl Tx {
+    async fn begin(wire: &Wire) -> Self {
+        let row = Arc::clone(&wire.row).lock_owned().await;
+        Self { wire: wire.clone(), _row: row, staged: None }
+    }
+
+    async fn commit(self) {
+        let (key, token, outcome, retention) = self.staged.unwrap();
+        let tier = &self.wire.tier;
+        let landed = tier.complete(id(&key), token, Some(&outcome), retention).await.unwrap();
+        assert_eq!(landed, Landed::Done);
+    }
+}
+
+impl Transaction for Tx {
+    fn complete<'a>(&'a mut self, it: Completion<'a>) -> Answer<'a, Landed> {
+        Box::pin(async move {
+            let found = self.wire.tier.look_up(it.id).await?;
+            if found.as_ref().is_none_or(|found| found.token != it.token) {
+                return Ok(Landed::Lost(found));
+            }
+            let key = String::from_utf8(it.id.key().to_vec()).unwrap();
+            self.staged = Some((key, it.token, it.outcome.unwrap().clone(), it.retention));
+            Ok(Landed::Done)
+        })
+    }
 }
 
 const CLAIM: usize = 0;
@@ -124,7 +162,13 @@ impl Wire {
 
     /// Another way to the same tier.
     fn to(tier: MemoryTier) -> Self {
-        Self { tier, weather: Arc::default(), beats: Arc::default(), calls: Arc::default() }
+        Self {
+            tier,
+            weather: Arc::default(),
+            beats: Arc::default(),
+            calls: Arc::default(),
+            row: Arc::default(),
+        }
     }
 
     fn becomes(&self, weather: Weather) {
@@ -193,7 +237,13 @@ impl Tier for Wire {
     }
 
     fn release<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
-        self.send(RELEASE, self.tier.release(id, token))
+        self.send(
+            RELEASE,
+            Box::pin(async move {
+                let _row = self.row.lock().await;
+                self.tier.release(id, token).await
+            }),
+        )
     }
 
     fn hold<'a>(
@@ -734,4 +784,80 @@ async fn r26_memory_that_was_evicted_is_given_back() {
     node.store().sweep();
     assert_eq!(node.store().stats().keys, 0);
     until("the tier is reaped", async || tier.tier.is_empty()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn t6_outcome_and_transaction_appear_together() {
+    let tier = Wire::new();
+    let (a, b) = (node(&tier, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    let mut tx = Tx::begin(&tier).await;
+    let staged = permit.complete_in(&mut tx, outcome("1")).await.unwrap();
+    assert_eq!(state(&tier, "k").await, Some(State::InFlight));
+    assert!(matches!(a.claim(&id("k"), same()).await, Ok(TieredClaim::InFlight(_))));
+    tx.commit().await;
+    let completions = tier.calls(COMPLETE);
+    assert!(staged.publish().await.unwrap().kept);
+    assert_eq!(tier.calls(COMPLETE), completions, "no step of its own");
+    assert_eq!(a.claim(&id("k"), same()).await.replayed(), outcome("1"));
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("1"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn t6_a_transaction_that_was_rolled_back_leaves_the_identity_free() {
+    let tier = Wire::new();
+    let node = node(&tier, Lapse::TakeOver).await;
+    let permit = node.claim(&id("k"), same()).await.won();
+    let mut tx = Tx::begin(&tier).await;
+    let staged = permit.complete_in(&mut tx, outcome("1")).await.unwrap();
+    drop(tx);
+    staged.rolled_back().await.unwrap();
+    node.claim(&id("k"), same()).await.won().release().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn t6_a_commit_whose_answer_was_lost_is_found_out_by_a_write_that_waits_for_it() {
+    for commits in [true, false] {
+        let tier = Wire::new();
+        let node = node(&tier, Lapse::TakeOver).await;
+        let permit = node.claim(&id("k"), same()).await.won();
+        let mut tx = Tx::begin(&tier).await;
+        let staged = permit.complete_in(&mut tx, outcome("1")).await.unwrap();
+        drop(staged);
+        // The transaction is still open: nobody runs it, whatever it becomes.
+        sleep(30 * SECOND).await;
+        assert!(matches!(node.claim(&id("k"), same()).await, Ok(TieredClaim::InFlight(_))));
+        if commits {
+            tx.commit().await;
+            until("it is known", async || {
+                matches!(node.claim(&id("k"), same()).await, Ok(TieredClaim::Replay(_)))
+            })
+            .await;
+            assert_eq!(node.claim(&id("k"), same()).await.replayed(), outcome("1"));
+        } else {
+            drop(tx);
+            until("it is given up", async || state(&tier, "k").await.is_none()).await;
+            sleep(SECOND).await;
+            node.claim(&id("k"), same()).await.won().release().await.unwrap();
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn t6_who_has_lost_the_claim_stages_nothing() {
+    let tier = Wire::new();
+    let slow = Wire::to(tier.tier.clone());
+    let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
+    let permit = a.claim(&id("k"), same()).await.won();
+    *slow.beats.lock().unwrap() = Weather::Down;
+    sleep(LEASE + SECOND).await;
+    let second = b.claim(&id("k"), same()).await.won();
+    *slow.beats.lock().unwrap() = Weather::Fair;
+    let mut tx = Tx::begin(&slow).await;
+    match permit.complete_in(&mut tx, outcome("a")).await {
+        Err(StageError::Lost(lost)) => assert_eq!(lost.into_outcome(), Some(outcome("a"))),
+        other => panic!("{other:?}"),
+    }
+    drop(tx);
+    second.complete(outcome("b")).await.unwrap();
 }

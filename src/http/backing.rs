@@ -8,10 +8,12 @@ use std::{fmt, time::Duration};
 
 #[cfg(feature = "tier")]
 use crate::tier::{
-    Tiered,
+    Found, State, Tiered,
     through::{self, Owned},
 };
-use crate::{Fingerprint, Outcome, Permit, Replay, Scheme, Store, Token};
+use crate::{
+    Entry, EntryState, Fingerprint, Identity, Outcome, Permit, Replay, Scheme, Store, Token,
+};
 
 use super::watch::Ending;
 
@@ -79,6 +81,13 @@ pub(super) enum Told {
     },
 }
 
+/// What became of a claim.
+pub(super) struct Seen {
+    pub(super) state: EntryState,
+    pub(super) age: Duration,
+    pub(super) remaining: Duration,
+}
+
 /// How the owner ends it.
 #[derive(Debug)]
 pub(super) enum Verb {
@@ -95,6 +104,26 @@ pub(super) struct Stale(pub(super) Option<Outcome>);
 impl Backing {
     pub(crate) fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// What became of an identity: where there is a tier, it knows. An error is the time after which
+    /// to ask it again.
+    pub(super) async fn look_up(&self, id: Identity<'_>) -> Result<Option<Seen>, Duration> {
+        #[cfg(feature = "tier")]
+        if let Some(tiered) = &self.tiered {
+            let found = tiered.look_up(&id).await.map_err(|_| tiered.retry_after())?;
+            return Ok(found.map(|Found { state, age, remaining, .. }| {
+                let state = match state {
+                    State::InFlight | State::Lapsed => EntryState::InFlight,
+                    State::Held => EntryState::Held,
+                    State::Completed(_) => EntryState::Completed,
+                    State::NotKept => EntryState::NotKept,
+                };
+                Seen { state, age, remaining }
+            }));
+        }
+        let seen = |Entry { state, age, remaining, .. }| Seen { state, age, remaining };
+        Ok(self.store.look_up(&id).map(seen))
     }
 
     /// Takes a claim that was won in memory to the tier, if there is one.

@@ -3,7 +3,7 @@
 use std::{
     convert::Infallible,
     fmt,
-    future::{Ready, ready},
+    pin::Pin,
     sync::Arc,
     task::{Context, Poll},
 };
@@ -67,11 +67,11 @@ impl IdempotencyLayer {
 }
 
 impl LookUp {
-    fn answer(&self, parts: &Parts) -> Answer {
-        let Self { config, endpoint } = self;
+    async fn answer(self, parts: Parts) -> Answer {
+        let Self { config, endpoint } = &self;
         let policy = config.policy(endpoint);
         let refuse = |problem: Problem| problem.answer(&policy.problem_base);
-        let Some(account) = config.account(parts) else {
+        let Some(account) = config.account(&parts) else {
             return refuse(Problem::AccountUnknown);
         };
         let lines = parts.headers.get_all(&policy.header_name);
@@ -81,17 +81,29 @@ impl LookUp {
             Err(_) => return refuse(Problem::KeyInvalid),
         };
         let caller = Caller { account, endpoint: endpoint.clone(), key };
-        let entry = caller.identity().ok().and_then(|id| config.backing.store().look_up(&id));
-        let Some(entry) = entry else {
-            return problem::plain(StatusCode::NOT_FOUND, "nothing stands for this key");
+        let found = match caller.identity() {
+            Ok(id) => config.backing.look_up(id).await,
+            // A name that is too long is none: nothing was ever claimed by it.
+            Err(_) => Ok(None),
         };
-        let state = match entry.state {
+        let seen = match found {
+            Ok(Some(seen)) => seen,
+            Ok(None) => {
+                return problem::plain(StatusCode::NOT_FOUND, "nothing stands for this key");
+            }
+            Err(retry_after) => {
+                let problem = Problem::TierUnavailable;
+                let (base, detail) = (&policy.problem_base, problem.detail());
+                return problem.answer_with(base, detail, Some(retry_after));
+            }
+        };
+        let state = match seen.state {
             EntryState::InFlight => "in-flight",
             EntryState::Held => "held",
             EntryState::Completed => "completed",
             EntryState::NotKept => "not-kept",
         };
-        let (age, remaining) = (entry.age.as_secs(), entry.remaining.as_secs());
+        let (age, remaining) = (seen.age.as_secs(), seen.remaining.as_secs());
         let json = format!(
             "{{\"state\":\"{state}\",\"age_seconds\":{age},\"remaining_seconds\":{remaining}}}"
         );
@@ -106,14 +118,15 @@ impl LookUp {
 impl<B> Service<Request<B>> for LookUp {
     type Response = Answer;
     type Error = Infallible;
-    type Future = Ready<Result<Answer, Infallible>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Answer, Infallible>> + Send>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        ready(Ok(self.answer(&request.into_parts().0)))
+        let answer = self.clone().answer(request.into_parts().0);
+        Box::pin(async move { Ok(answer.await) })
     }
 }
 

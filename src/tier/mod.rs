@@ -52,6 +52,7 @@
 mod circuit;
 mod memory;
 mod record;
+mod staged;
 mod stats;
 pub(crate) mod through;
 mod tiered;
@@ -63,6 +64,7 @@ use bytes::Bytes;
 use crate::{Fingerprint, Identity, Outcome, Token};
 
 pub use memory::MemoryTier;
+pub use staged::{Completion, StageError, Staged, Transaction};
 pub use stats::TierStats;
 pub use tiered::{
     TierLost, Tiered, TieredBuilder, TieredClaim, TieredError, TieredPending, TieredPermit,

@@ -122,7 +122,8 @@ pub(crate) struct Owned {
 #[derive(Debug)]
 pub(crate) struct Stale {
     pub(crate) outcome: Option<Outcome>,
-    pub(crate) found: Option<Found>,
+    /// Boxed, because it is rare and large.
+    pub(crate) found: Option<Box<Found>>,
 }
 
 /// A step that has still to land.
@@ -394,14 +395,8 @@ impl Through {
                 };
                 through.ask(answer).await
             };
-            let backoff = ExponentialBuilder::default()
-                .with_min_delay(Duration::from_millis(100))
-                .with_max_delay(Duration::from_secs(30))
-                .with_jitter()
-                .without_max_times()
-                // After that the record has ended by itself.
-                .with_total_delay(Some(max_run.saturating_add(retention)));
-            match write.retry(backoff).await {
+            // After that the record has ended by itself.
+            match write.retry(backoff(max_run.saturating_add(retention))).await {
                 Ok(Landed::Done) => {}
                 Ok(Landed::Lost(found)) if matches!(step, Unwritten::Complete(_)) => {
                     through.note_lost(found.as_ref());
@@ -420,6 +415,16 @@ impl Through {
             self.counters.double_runs.fetch_add(1, Ordering::Relaxed);
         }
     }
+}
+
+/// When to tell the tier again, for at most `limit`.
+fn backoff(limit: Duration) -> ExponentialBuilder {
+    ExponentialBuilder::default()
+        .with_min_delay(Duration::from_millis(100))
+        .with_max_delay(Duration::from_secs(30))
+        .with_jitter()
+        .without_max_times()
+        .with_total_delay(Some(limit))
 }
 
 /// Whether the fingerprints are of one request; `None` if they cannot be compared (R4).
@@ -549,34 +554,91 @@ impl Owned {
         };
         match landed {
             Ok(Landed::Done) => {
-                let remaining = retention.saturating_sub(sent.elapsed());
-                let given = outcome.clone();
-                permit
-                    .complete_for(outcome, remaining)
-                    .map_err(|_| Stale { outcome: given, found: None })
+                self.permit = Some(permit);
+                self.publish(outcome, sent)
             }
             Ok(Landed::Lost(found)) => {
-                through.note_lost(found.as_ref());
-                match &found {
-                    Some(Found {
-                        state: state @ (State::Completed(_) | State::NotKept),
-                        age,
-                        remaining,
-                        ..
-                    }) => {
-                        through.settle_as(permit, &frame, state.clone(), *age, *remaining, sent);
-                    }
-                    // Another owner runs: those who wait here, and this caller, wait for that one.
-                    Some(Found { state: State::InFlight, .. }) => {
-                        let own = permit.fingerprint();
-                        tokio::spawn(watch(Arc::clone(&through), permit, frame.clone(), own));
-                    }
-                    _ => drop(permit.release()),
-                }
-                Err(Stale { outcome, found })
+                self.permit = Some(permit);
+                Err(self.lose(outcome, found, sent))
             }
             Err(_) => Ok(through.publish_unwritten(permit, frame, self.token, outcome)),
         }
+    }
+
+    pub(crate) fn retention(&self) -> Duration {
+        self.through.settings.retention
+    }
+
+    /// The token is stale: memory follows what the tier has found at `asked`.
+    pub(crate) fn lose(
+        mut self,
+        outcome: Option<Outcome>,
+        found: Option<Found>,
+        asked: Instant,
+    ) -> Stale {
+        let through = Arc::clone(&self.through);
+        through.note_lost(found.as_ref());
+        let stale = Stale { outcome, found: found.clone().map(Box::new) };
+        let Some(permit) = self.permit.take() else { return stale };
+        match found {
+            Some(Found { state, age, remaining, .. })
+                if matches!(state, State::Completed(_) | State::NotKept) =>
+            {
+                through.settle_as(permit, &self.frame, state, age, remaining, asked);
+            }
+            // Another owner runs: those who wait here, and this caller, wait for that one.
+            Some(Found { state: State::InFlight, .. }) => {
+                let own = permit.fingerprint();
+                tokio::spawn(watch(through, permit, self.frame.clone(), own));
+            }
+            _ => drop(permit.release()),
+        }
+        stale
+    }
+
+    /// The tier has the outcome since some time after `asked`.
+    pub(crate) fn publish(
+        mut self,
+        outcome: Option<Outcome>,
+        asked: Instant,
+    ) -> Result<Completed, Stale> {
+        let Some(permit) = self.permit.take() else { return Err(Stale { outcome, found: None }) };
+        let remaining = self.retention().saturating_sub(asked.elapsed());
+        let given = outcome.clone();
+        permit.complete_for(outcome, remaining).map_err(|_| Stale { outcome: given, found: None })
+    }
+
+    /// Nobody knows whether the transaction was committed that completes the record. A release waits
+    /// for it (rule 6 of the contract): done, it was rolled back; lost, it was committed.
+    pub(crate) fn find_out(mut self, outcome: Option<Outcome>, since: Instant) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let Some(permit) = self.permit.take() else { return };
+        let (through, frame, token) = (Arc::clone(&self.through), self.frame.clone(), self.token);
+        runtime.spawn(async move {
+            // Not behind the circuit: that a transaction takes long says nothing of the tier.
+            let release = || async {
+                let release = through.tier.release(Identity::from_frame(&frame), token);
+                timeout(through.settings.answer_within, release)
+                    .await
+                    .unwrap_or_else(|_| Err(TierError::unavailable("the transaction is open")))
+            };
+            let Settings { retention, max_run, .. } = through.settings;
+            let landed = release.retry(backoff(max_run.saturating_add(retention))).await;
+            self.permit = Some(permit);
+            match landed {
+                Ok(Landed::Done | Landed::Lost(None)) => {
+                    if let Some(permit) = self.permit.take() {
+                        let _ = permit.release();
+                    }
+                }
+                Ok(Landed::Lost(Some(found))) if found.token == token => {
+                    let _ = self.publish(outcome, since);
+                }
+                Ok(Landed::Lost(found)) => drop(self.lose(outcome, found, since)),
+                // Dropped: held, or what the setting says.
+                Err(_) => {}
+            }
+        });
     }
 
     /// Gives the identity up, with an answer for those who wait here.
@@ -590,7 +652,7 @@ impl Owned {
         match landed {
             // Gone already is as good as given up.
             Landed::Done | Landed::Lost(None) => Ok(()),
-            Landed::Lost(found) => Err(Stale { outcome: None, found }),
+            Landed::Lost(found) => Err(Stale { outcome: None, found: found.map(Box::new) }),
         }
     }
 
@@ -602,7 +664,7 @@ impl Owned {
         }
         match landed {
             Landed::Done => Ok(()),
-            Landed::Lost(found) => Err(Stale { outcome: None, found }),
+            Landed::Lost(found) => Err(Stale { outcome: None, found: found.map(Box::new) }),
         }
     }
 

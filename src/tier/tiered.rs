@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 
 use super::{
-    Forgotten, Found, Landed, Resolved, Tier, TierError,
+    Forgotten, Found, Landed, Resolved, StageError, Staged, Tier, TierError, Transaction,
     stats::TierStats,
     through::{self, Entered, Owned, Settings, Stale, Through},
 };
@@ -156,6 +156,7 @@ impl Tiered {
         }
     }
 
+    #[cfg(feature = "http")]
     pub(crate) fn through(&self) -> &Arc<Through> {
         &self.through
     }
@@ -258,6 +259,11 @@ impl Tiered {
             let _ = through.store.forget(id);
         }
         Ok(resolved)
+    }
+
+    #[cfg(feature = "http")]
+    pub(crate) fn retry_after(&self) -> Duration {
+        self.through.circuit.retry_after()
     }
 
     /// The memory in front: its gauges, and draining it.
@@ -439,6 +445,32 @@ impl TieredPermit {
         Ok(self.owned.complete(Some(outcome)).await?)
     }
 
+    /// Finishes the work inside the caller's own transaction, so that its rows and the outcome appear
+    /// together or not at all (T6). The database must be the one that the tier is in.
+    ///
+    /// ```text
+    /// let mut tx = pool.begin().await?;
+    /// let charge = insert_charge(&mut tx).await?;
+    /// let staged = permit.complete_in(&mut *tx, outcome).await?;
+    /// tx.commit().await?;
+    /// staged.publish().await?;
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`StageError`]: roll back.
+    pub async fn complete_in(
+        self,
+        transaction: &mut impl Transaction,
+        outcome: Outcome,
+    ) -> Result<Staged, StageError> {
+        Staged::new(self.owned, transaction, Some(outcome)).await
+    }
+
+    pub(super) fn of(owned: Owned) -> Self {
+        Self { owned }
+    }
+
     /// Finishes the work without keeping an answer (R20).
     ///
     /// # Errors
@@ -517,7 +549,7 @@ pub struct TierLost {
 impl TierLost {
     /// What is there now, if anything.
     pub fn found(&self) -> Option<&Found> {
-        self.stale.found.as_ref()
+        self.stale.found.as_deref()
     }
 
     /// The outcome that was not stored, if one was handed in.
