@@ -62,3 +62,16 @@ impl IntoResponseParts for Release {
         Ok(response)
     }
 }
+
+/// Rejects (500) where no layer with a tier behind its store has claimed the request.
+#[cfg(feature = "tier")]
+impl<S: Sync> FromRequestParts<S> for crate::http::InTransaction {
+    type Rejection = (StatusCode, &'static str);
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
+        parts.extensions.get::<Self>().cloned().ok_or((
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "no IdempotencyLayer with a tier claimed this request: build the layer on a Tiered",
+        ))
+    }
+}

@@ -118,6 +118,14 @@ impl Asked {
         self.hand_back(replay.outcome(), Some(replay))
     }
 
+    /// An outcome for the one whose run has made it: no replay.
+    #[cfg(feature = "tier")]
+    pub(crate) fn first<R>(&self, outcome: &Outcome) -> Response<ResponseBody<R>> {
+        let mut response = reply::replay(&self.policy, outcome, &self.method, self.version);
+        response.headers_mut().remove(&self.policy.replay_header);
+        response
+    }
+
     /// An outcome as it came out of the store or was made for it; `replay` if it is stored.
     pub(crate) fn hand_back<R>(
         &self,

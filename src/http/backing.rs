@@ -9,13 +9,21 @@ use std::{fmt, time::Duration};
 #[cfg(feature = "tier")]
 use crate::tier::{
     Found, State, Tiered,
-    through::{self, Owned},
+    through::{self, Concluded, Owned},
 };
 use crate::{
     Entry, EntryState, Fingerprint, Identity, Outcome, Permit, Replay, Scheme, Store, Token,
 };
 
 use super::watch::Ending;
+#[cfg(feature = "tier")]
+use super::{
+    attempt::Caller,
+    in_transaction::{InTransaction, Staged},
+    policy::Policy,
+};
+#[cfg(feature = "tier")]
+use std::sync::Arc;
 
 /// The store behind an [`IdempotencyLayer`](super::IdempotencyLayer): a [`Store`], or, with the
 /// feature `tier`, a [`Tiered`](crate::tier::Tiered). Made by `From`.
@@ -157,6 +165,33 @@ impl Claimed {
             Self::Memory(permit) => permit.token(),
             #[cfg(feature = "tier")]
             Self::Tier(owned) => owned.token(),
+        }
+    }
+
+    /// What a handler needs to complete it in a transaction of its own.
+    #[cfg(feature = "tier")]
+    pub(super) fn in_transaction(
+        &self,
+        caller: &Arc<Caller>,
+        policy: &Arc<Policy>,
+    ) -> Option<InTransaction> {
+        let Self::Tier(owned) = self else { return None };
+        let (caller, policy) = (Arc::clone(caller), Arc::clone(policy));
+        let retention = owned.retention();
+        owned.is_in_tier().then(|| InTransaction::new(caller, policy, owned.token(), retention))
+    }
+
+    /// Follows what a handler's transaction has left.
+    #[cfg(feature = "tier")]
+    pub(super) async fn conclude(self, staged: Staged) -> Concluded {
+        let Staged { kept, since, is_committed, .. } = staged;
+        match self {
+            Self::Tier(owned) => owned.conclude(kept, since, is_committed).await,
+            // There is no tier that anything could have been staged in.
+            Self::Memory(permit) => {
+                drop(permit);
+                Concluded::Unknown
+            }
         }
     }
 

@@ -117,6 +117,8 @@ mod cors;
 mod endpoint;
 mod fingerprinting;
 mod future;
+#[cfg(feature = "tier")]
+mod in_transaction;
 mod intake;
 mod json;
 mod layer;
@@ -134,6 +136,8 @@ mod shares;
 mod veto;
 mod watch;
 
+#[cfg(feature = "tier")]
+pub use self::in_transaction::{InTransaction, InTransactionError};
 pub use self::{
     attempt::{Attempt, Keep, Release},
     backing::Backing,

@@ -252,6 +252,12 @@ enum Ended<R, E, S> {
     Failed(E),
     /// The token was stale (R9). The outcome that was not stored comes along.
     Lost(Option<Outcome>),
+    /// Completed in the handler's own transaction: this is the response.
+    #[cfg(feature = "tier")]
+    InTransaction(Outcome),
+    /// It is not known whether the handler's transaction was committed.
+    #[cfg(feature = "tier")]
+    Unknown,
     /// The tier says something else than the memory: nothing has run.
     Told(Told, Box<Work<S>>),
 }
@@ -298,11 +304,17 @@ where
             Entered::Told(told) => return Ended::Told(told, Box::new(work)),
         };
         let token = claimed.token();
+        #[cfg(feature = "tier")]
+        let staging = claimed.in_transaction(&caller, &policy);
         owner.claimed = Some(claimed);
         owner.watch.owns(token);
         let Work { mut inner, mut parts, received } = work;
         parts.extensions.insert(Attempt { caller: Arc::clone(&caller), token });
         parts.extensions.insert(Acted);
+        #[cfg(feature = "tier")]
+        if let Some(staging) = &staging {
+            parts.extensions.insert(staging.clone());
+        }
         let Received { bytes, trailers } = received;
         let body = RequestBody::buffered(bytes.to_bytes(), trailers);
         // From here on the handler's bytes are the only ones: it may drop them when it has read
@@ -316,7 +328,12 @@ where
             return Ended::Failed(error);
         }
         owner.has_begun = true;
-        let ended = match inner.call(request).await {
+        let answered = inner.call(request).await;
+        #[cfg(feature = "tier")]
+        if let Some(staged) = staging.and_then(|staging| staging.take()) {
+            return owner.conclude(staged, answered, &config).await;
+        }
+        let ended = match answered {
             Ok(response) => settle(owner, response, &policy, &method, &caller).await,
             Err(error) => owner
                 .settle(Verb::Release, Some(Ending::Failed))
@@ -352,6 +369,42 @@ impl Owner {
         let ending = claimed.settle(verb).await.map(|ending| told.unwrap_or(ending));
         self.watch.end(*ending.as_ref().unwrap_or(&Ending::Lost));
         ending.map(Some)
+    }
+}
+
+#[cfg(feature = "tier")]
+impl Owner {
+    /// Settles the identity by what the handler has staged in its transaction, whatever it answered.
+    async fn conclude<R, E, S>(
+        mut self,
+        staged: super::in_transaction::Staged,
+        answered: Result<Response<R>, E>,
+        config: &Config,
+    ) -> Ended<R, E, S> {
+        use crate::tier::through::Concluded;
+
+        self.slot = None;
+        let plain = staged.plain.clone();
+        let Some(claimed) = self.claimed.take() else { return Ended::Unknown };
+        match claimed.conclude(staged).await {
+            Concluded::Committed(completed) => {
+                self.watch.end(if completed.kept { Ending::Kept } else { Ending::NotKept });
+                Ended::InTransaction(plain)
+            }
+            Concluded::RolledBack => {
+                self.watch.end(Ending::Released);
+                match answered {
+                    Ok(response) => Ended::Answered(response.map(ResponseBody::untouched)),
+                    Err(error) => Ended::Failed(error),
+                }
+            }
+            Concluded::Lost => {
+                self.watch.end(Ending::Lost);
+                config.backing.store().note_double_run();
+                Ended::Lost(Some(plain))
+            }
+            Concluded::Unknown => Ended::Unknown,
+        }
     }
 }
 
@@ -450,6 +503,10 @@ async fn ended<R, E, S>(
         Ok(Ended::Failed(error)) => return Err(error),
         Ok(Ended::Told(told, work)) => return Ok(Err((told, work))),
         Ok(Ended::Lost(ours)) => after_lost(asked, fingerprint, ours).await,
+        #[cfg(feature = "tier")]
+        Ok(Ended::InTransaction(outcome)) => asked.first(&outcome),
+        #[cfg(feature = "tier")]
+        Ok(Ended::Unknown) => asked.answer(Problem::OutcomeUnknown),
         Err(cut_off) if cut_off.is_panic() => problem::plain(
             StatusCode::INTERNAL_SERVER_ERROR,
             "the handler failed; it is not known whether the work was done",

@@ -126,6 +126,17 @@ pub(crate) struct Stale {
     pub(crate) found: Option<Box<Found>>,
 }
 
+/// What became of a transaction.
+#[cfg(feature = "http")]
+#[derive(Debug)]
+pub(crate) enum Concluded {
+    Committed(Completed),
+    RolledBack,
+    Lost,
+    /// The identity is in flight until it is known.
+    Unknown,
+}
+
 /// A step that has still to land.
 #[derive(Debug)]
 enum Unwritten {
@@ -565,6 +576,11 @@ impl Owned {
         }
     }
 
+    #[cfg(feature = "http")]
+    pub(crate) fn is_in_tier(&self) -> bool {
+        self.is_in_tier
+    }
+
     pub(crate) fn retention(&self) -> Duration {
         self.through.settings.retention
     }
@@ -606,6 +622,42 @@ impl Owned {
         let remaining = self.retention().saturating_sub(asked.elapsed());
         let given = outcome.clone();
         permit.complete_for(outcome, remaining).map_err(|_| Stale { outcome: given, found: None })
+    }
+
+    #[cfg(feature = "http")]
+    /// What became of the transaction that completes the record, if that is found out soon; else it
+    /// is found out in the background.
+    pub(crate) async fn conclude(
+        self,
+        outcome: Option<Outcome>,
+        since: Instant,
+        is_committed: bool,
+    ) -> Concluded {
+        if !is_committed {
+            let id = Identity::from_frame(&self.frame);
+            let release = self.through.tier.release(id, self.token);
+            match timeout(self.through.settings.answer_within, release).await {
+                Ok(Ok(Landed::Done | Landed::Lost(None))) => {
+                    if let Some(permit) = { self }.permit.take() {
+                        let _ = permit.release();
+                    }
+                    return Concluded::RolledBack;
+                }
+                Ok(Ok(Landed::Lost(Some(found)))) if found.token == self.token => {}
+                Ok(Ok(Landed::Lost(found))) => {
+                    drop(self.lose(outcome, found, since));
+                    return Concluded::Lost;
+                }
+                Ok(Err(_)) | Err(_) => {
+                    self.find_out(outcome, since);
+                    return Concluded::Unknown;
+                }
+            }
+        }
+        match self.publish(outcome, since) {
+            Ok(completed) => Concluded::Committed(completed),
+            Err(_) => Concluded::Lost,
+        }
     }
 
     /// Nobody knows whether the transaction was committed that completes the record. A release waits
