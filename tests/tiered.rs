@@ -6,12 +6,11 @@
 #![cfg(feature = "tier")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
 
+#[path = "common/tiers.rs"]
+mod tiers;
+
 use std::{
     future::Future,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -20,12 +19,13 @@ use bytes::Bytes;
 use oncekey::{
     Abandon, Clock, Fingerprint, Identity, Lapse, Outcome, Store, StoreBuilder, Sweep, Token,
     tier::{
-        Answer, Claimed, Completion, Forgotten, Found, Landed, MemoryTier, NewClaim, Recalls,
-        Resolved, StageError, State, Tier, TierError, Tiered, TieredClaim, TieredError,
-        TieredPermit, TieredSettled, Transaction,
+        Claimed, Forgotten, Landed, MemoryTier, NewClaim, Resolved, StageError, State, Tier,
+        Tiered, TieredClaim, TieredError, TieredPermit, TieredSettled,
     },
 };
 use tokio::time::{Instant, advance, sleep, timeout};
+
+use tiers::{CLAIM, COMPLETE, LOOK_UP, Tx, Weather, Wire};
 
 const SECOND: Duration = Duration::from_secs(1);
 const LEASE: Duration = Duration::from_secs(60);
@@ -89,205 +89,9 @@ impl Expected for Result<TieredClaim, TieredError> {
     }
 }
 
-/// What the way to the tier does with a verb.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Weather {
-    #[default]
-    Fair,
-    /// It does not get there.
-    Down,
-    /// It gets there; the answer does not come back.
-    Deaf,
-    /// It never ends.
-    Still,
-}
-
-/// The way to a tier that others use too: it counts, and it can be cut.
-#[derive(Clone, Debug)]
-struct Wire {
-    tier: MemoryTier,
-    weather: Arc<Mutex<Weather>>,
-    /// Heartbeats only.
-    beats: Arc<Mutex<Weather>>,
-    calls: Arc<[AtomicUsize; 5]>,
-    /// Held by a transaction that has a record in its hands: a release waits for it.
-    row: Arc<tokio::sync::Mutex<()>>,
-}
-
-/// A transaction on a [`Wire`]'s tier: what it completes appears with its commit.
-struct Tx {
-    wire: Wire,
-    _row: tokio::sync::OwnedMutexGuard<()>,
-    staged: Option<(String, Token, Outcome, Duration)>,
-}
-
-impl Tx {
-    async fn begin(wire: &Wire) -> Self {
-        let row = Arc::clone(&wire.row).lock_owned().await;
-        Self { wire: wire.clone(), _row: row, staged: None }
-    }
-
-    async fn commit(self) {
-        let (key, token, outcome, retention) = self.staged.unwrap();
-        let tier = &self.wire.tier;
-        let landed = tier.complete(id(&key), token, Some(&outcome), retention).await.unwrap();
-        assert_eq!(landed, Landed::Done);
-    }
-}
-
-impl Transaction for Tx {
-    fn complete<'a>(&'a mut self, it: Completion<'a>) -> Answer<'a, Landed> {
-        Box::pin(async move {
-            let found = self.wire.tier.look_up(it.id).await?;
-            if found.as_ref().is_none_or(|found| found.token != it.token) {
-                return Ok(Landed::Lost(found));
-            }
-            let key = String::from_utf8(it.id.key().to_vec()).unwrap();
-            self.staged = Some((key, it.token, it.outcome.unwrap().clone(), it.retention));
-            Ok(Landed::Done)
-        })
-    }
-}
-
-const CLAIM: usize = 0;
-const COMPLETE: usize = 1;
-const LOOK_UP: usize = 2;
-const RELEASE: usize = 3;
-const OTHERS: usize = 4;
-
-impl Wire {
-    fn new() -> Self {
-        Self::to(MemoryTier::with_clock(clock()))
-    }
-
-    /// Another way to the same tier.
-    fn to(tier: MemoryTier) -> Self {
-        Self {
-            tier,
-            weather: Arc::default(),
-            beats: Arc::default(),
-            calls: Arc::default(),
-            row: Arc::default(),
-        }
-    }
-
-    fn becomes(&self, weather: Weather) {
-        *self.weather.lock().unwrap() = weather;
-    }
-
-    fn calls(&self, verb: usize) -> usize {
-        self.calls[verb].load(Ordering::Relaxed)
-    }
-
-    fn send<'a, T: Send + 'a>(&'a self, verb: usize, answer: Answer<'a, T>) -> Answer<'a, T> {
-        self.calls[verb].fetch_add(1, Ordering::Relaxed);
-        under(*self.weather.lock().unwrap(), answer)
-    }
-}
-
-fn under<'a, T: Send + 'a>(weather: Weather, answer: Answer<'a, T>) -> Answer<'a, T> {
-    Box::pin(async move {
-        // A step takes a while, so that others come in between.
-        tokio::task::yield_now().await;
-        match weather {
-            Weather::Fair => {
-                let answer = answer.await;
-                tokio::task::yield_now().await;
-                answer
-            }
-            Weather::Down => Err(TierError::unavailable("cut")),
-            Weather::Deaf => {
-                let _ = answer.await;
-                Err(TierError::unavailable("the answer was lost"))
-            }
-            Weather::Still => std::future::pending().await,
-        }
-    })
-}
-
-impl Tier for Wire {
-    fn beat(&self, owner: u64, lease: Duration) -> Answer<'_, ()> {
-        let beats = *self.beats.lock().unwrap();
-        let weather = *self.weather.lock().unwrap();
-        let weather = if beats == Weather::Fair { weather } else { beats };
-        under(weather, self.tier.beat(owner, lease))
-    }
-
-    fn claim<'a>(&'a self, id: Identity<'a>, claim: NewClaim) -> Answer<'a, Claimed> {
-        self.send(CLAIM, self.tier.claim(id, claim))
-    }
-
-    fn take_over<'a>(
-        &'a self,
-        id: Identity<'a>,
-        seen: Token,
-        claim: NewClaim,
-    ) -> Answer<'a, Claimed> {
-        self.send(CLAIM, self.tier.take_over(id, seen, claim))
-    }
-
-    fn complete<'a>(
-        &'a self,
-        id: Identity<'a>,
-        token: Token,
-        outcome: Option<&'a Outcome>,
-        retention: Duration,
-    ) -> Answer<'a, Landed> {
-        self.send(COMPLETE, self.tier.complete(id, token, outcome, retention))
-    }
-
-    fn release<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
-        self.send(
-            RELEASE,
-            Box::pin(async move {
-                let _row = self.row.lock().await;
-                self.tier.release(id, token).await
-            }),
-        )
-    }
-
-    fn hold<'a>(
-        &'a self,
-        id: Identity<'a>,
-        token: Token,
-        retention: Duration,
-    ) -> Answer<'a, Landed> {
-        self.send(OTHERS, self.tier.hold(id, token, retention))
-    }
-
-    fn checkpoint<'a>(
-        &'a self,
-        id: Identity<'a>,
-        token: Token,
-        bytes: Bytes,
-    ) -> Answer<'a, Landed> {
-        self.send(OTHERS, self.tier.checkpoint(id, token, bytes))
-    }
-
-    fn look_up<'a>(&'a self, id: Identity<'a>) -> Answer<'a, Option<Found>> {
-        self.send(LOOK_UP, self.tier.look_up(id))
-    }
-
-    fn forget<'a>(&'a self, id: Identity<'a>, forced: bool) -> Answer<'a, Forgotten> {
-        self.send(OTHERS, self.tier.forget(id, forced))
-    }
-
-    fn resolve<'a>(
-        &'a self,
-        id: Identity<'a>,
-        outcome: Option<&'a Outcome>,
-        retention: Duration,
-    ) -> Answer<'a, Resolved> {
-        self.send(OTHERS, self.tier.resolve(id, outcome, retention))
-    }
-
-    fn reap(&self, most: usize) -> Answer<'_, usize> {
-        self.send(OTHERS, self.tier.reap(most))
-    }
-
-    fn recalls(&self, since: Option<u64>) -> Answer<'_, Recalls> {
-        self.send(OTHERS, self.tier.recalls(since))
-    }
+/// A way to a tier of its own, on tokio's clock.
+fn wire() -> Wire {
+    Wire::to(MemoryTier::with_clock(clock()))
 }
 
 async fn state(tier: &Wire, key: &str) -> Option<State> {
@@ -307,7 +111,7 @@ async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
 
 #[tokio::test(start_paused = true)]
 async fn t1_claim_and_completion_are_in_the_tier_before_the_caller_goes_on() {
-    let tier = Wire::new();
+    let tier = wire();
     let node = node(&tier, Lapse::Hold).await;
     let permit = node.claim(&id("k"), same()).await.won();
     assert_eq!(state(&tier, "k").await, Some(State::InFlight));
@@ -321,7 +125,7 @@ async fn t1_claim_and_completion_are_in_the_tier_before_the_caller_goes_on() {
 
 #[tokio::test(start_paused = true)]
 async fn case_109_nodes_on_one_tier_see_each_other_and_a_restart_forgets_nothing() {
-    let tier = Wire::new();
+    let tier = wire();
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
     // B has seen "absent" a moment ago.
     assert_eq!(b.look_up(&id("k")).await.unwrap(), None);
@@ -337,7 +141,7 @@ async fn case_109_nodes_on_one_tier_see_each_other_and_a_restart_forgets_nothing
 
 #[tokio::test(start_paused = true)]
 async fn t9_a_replay_ends_with_the_tiers_record() {
-    let tier = Wire::new();
+    let tier = wire();
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
     a.claim(&id("k"), same()).await.won().complete(outcome("a")).await.unwrap();
     advance(DAY - 10 * SECOND).await;
@@ -351,7 +155,7 @@ async fn t9_a_replay_ends_with_the_tiers_record() {
 
 #[tokio::test(start_paused = true)]
 async fn t5_a_duplicate_on_another_node_waits_and_gets_the_same_bytes() {
-    let tier = Wire::new();
+    let tier = wire();
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
     let permit = a.claim(&id("k"), same()).await.won();
     let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("k"), same()).await else { panic!() };
@@ -368,7 +172,7 @@ async fn t5_a_duplicate_on_another_node_waits_and_gets_the_same_bytes() {
 
 #[tokio::test(start_paused = true)]
 async fn t5_what_the_owner_on_another_node_gives_up_a_waiter_here_runs() {
-    let tier = Wire::new();
+    let tier = wire();
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
     let permit = a.claim(&id("k"), same()).await.won();
     let mut waiters = Vec::new();
@@ -394,7 +198,7 @@ async fn t5_what_the_owner_on_another_node_gives_up_a_waiter_here_runs() {
 
 #[tokio::test(start_paused = true)]
 async fn case_029_two_thousand_duplicates_ask_the_tier_a_few_times() {
-    let tier = Wire::new();
+    let tier = wire();
     let node = node(&tier, Lapse::Hold).await;
     let permit = node.claim(&id("k"), same()).await.won();
     let mut waiters = Vec::new();
@@ -417,7 +221,7 @@ async fn case_029_two_thousand_duplicates_ask_the_tier_a_few_times() {
 
 #[tokio::test(start_paused = true)]
 async fn case_029_on_another_node_too() {
-    let tier = Wire::new();
+    let tier = wire();
     let theirs = Wire::to(tier.tier.clone());
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&theirs, Lapse::Hold).await);
     let permit = a.claim(&id("k"), same()).await.won();
@@ -438,7 +242,7 @@ async fn case_029_on_another_node_too() {
 
 #[tokio::test(start_paused = true)]
 async fn case_105_a_tier_that_is_down_at_the_claim_lets_nothing_run() {
-    let tier = Wire::new();
+    let tier = wire();
     let closed = node(&tier, Lapse::Hold).await;
     let open = Tiered::builder(store(|it| it)).fail_open(true);
     let open = open.open(tier.clone(), Lapse::Hold).await.unwrap();
@@ -471,7 +275,7 @@ fn cut(tier: &Wire) -> Wire {
 #[tokio::test(start_paused = true)]
 async fn case_105_a_tier_that_is_down_at_the_completion_is_told_later() {
     for weather in [Weather::Down, Weather::Deaf, Weather::Still] {
-        let tier = Wire::new();
+        let tier = wire();
         let theirs = Wire::to(tier.tier.clone());
         let (a, b) = (node(&tier, Lapse::Hold).await, node(&theirs, Lapse::Hold).await);
         let permit = a.claim(&id("k"), same()).await.won();
@@ -498,7 +302,7 @@ async fn case_105_a_tier_that_is_down_at_the_completion_is_told_later() {
 #[tokio::test(start_paused = true)]
 async fn t1_memory_answers_for_a_completion_that_has_not_landed_only_while_its_owner_is_taken_for_alive()
  {
-    let tier = Wire::new();
+    let tier = wire();
     let a = node(&tier, Lapse::TakeOver).await;
     let permit = a.claim(&id("k"), same()).await.won();
     tier.becomes(Weather::Down);
@@ -515,7 +319,7 @@ async fn t1_memory_answers_for_a_completion_that_has_not_landed_only_while_its_o
 
 #[tokio::test(start_paused = true)]
 async fn t4_a_claim_whose_answer_was_lost_shuts_nobody_out() {
-    let tier = Wire::new();
+    let tier = wire();
     let node = node(&tier, Lapse::Hold).await;
     tier.becomes(Weather::Deaf);
     assert!(matches!(node.claim(&id("k"), same()).await, Err(TieredError::Unavailable { .. })));
@@ -541,7 +345,7 @@ async fn dropped_after<F: Future>(times: usize, future: F) -> Option<F::Output> 
 #[tokio::test(start_paused = true)]
 async fn t8_a_claim_that_is_dropped_at_any_await_is_given_up() {
     for times in 0.. {
-        let tier = Wire::new();
+        let tier = wire();
         let node = node(&tier, Lapse::Hold).await;
         let claimed = dropped_after(times, node.claim(&id("k"), same())).await;
         let is_over = claimed.is_some();
@@ -575,7 +379,7 @@ async fn t8_a_claim_that_is_dropped_at_any_await_is_given_up() {
 #[tokio::test(start_paused = true)]
 async fn t8_a_completion_that_is_dropped_at_any_await_lands() {
     for times in 0.. {
-        let tier = Wire::new();
+        let tier = wire();
         let node = node(&tier, Lapse::Hold).await;
         let permit = node.claim(&id("k"), same()).await.won();
         let is_over = dropped_after(times, permit.complete(outcome("1"))).await.is_some();
@@ -605,7 +409,7 @@ async fn left_by_the_dead(tier: &Wire, key: &str) -> Token {
 
 #[tokio::test(start_paused = true)]
 async fn case_013_a_claim_of_a_dead_node_is_waited_for_and_then_treated_by_the_setting() {
-    let tier = Wire::new();
+    let tier = wire();
     left_by_the_dead(&tier, "taken").await;
     left_by_the_dead(&tier, "held").await;
     let taking = node(&tier, Lapse::TakeOver).await;
@@ -634,7 +438,7 @@ async fn case_013_a_claim_of_a_dead_node_is_waited_for_and_then_treated_by_the_s
 
 #[tokio::test(start_paused = true)]
 async fn case_036_a_late_completion_after_a_takeover_is_lost_and_counted() {
-    let tier = Wire::new();
+    let tier = wire();
     let slow = Wire::to(tier.tier.clone());
     let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
     let permit = a.claim(&id("k"), same()).await.won();
@@ -657,7 +461,7 @@ async fn case_036_a_late_completion_after_a_takeover_is_lost_and_counted() {
 
 #[tokio::test(start_paused = true)]
 async fn case_033_a_late_release_does_not_take_the_next_owners_claim() {
-    let tier = Wire::new();
+    let tier = wire();
     let slow = Wire::to(tier.tier.clone());
     let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
     let permit = a.claim(&id("k"), same()).await.won();
@@ -673,7 +477,7 @@ async fn case_033_a_late_release_does_not_take_the_next_owners_claim() {
 
 #[tokio::test(start_paused = true)]
 async fn r8_an_owner_that_was_silent_and_beats_again_keeps_what_nobody_took() {
-    let tier = Wire::new();
+    let tier = wire();
     let slow = Wire::to(tier.tier.clone());
     let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
     let permit = a.claim(&id("k"), same()).await.won();
@@ -690,7 +494,7 @@ async fn r8_an_owner_that_was_silent_and_beats_again_keeps_what_nobody_took() {
 
 #[tokio::test(start_paused = true)]
 async fn t9_what_is_forgotten_is_forgotten_on_other_nodes_within_five_seconds() {
-    let tier = Wire::new();
+    let tier = wire();
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
     sleep(3 * SECOND).await;
     a.claim(&id("k"), same()).await.won().complete(outcome("1")).await.unwrap();
@@ -705,7 +509,7 @@ async fn t9_what_is_forgotten_is_forgotten_on_other_nodes_within_five_seconds() 
 
 #[tokio::test(start_paused = true)]
 async fn r11_a_permit_that_is_dropped_is_settled_in_the_tier() {
-    let tier = Wire::new();
+    let tier = wire();
     let a = node(&tier, Lapse::TakeOver).await;
     let b =
         Tiered::open(store(|it| it.on_abandon(Abandon::Release)), tier.clone(), Lapse::TakeOver);
@@ -726,7 +530,7 @@ async fn r11_a_permit_that_is_dropped_is_settled_in_the_tier() {
 
 #[tokio::test(start_paused = true)]
 async fn a_checkpoint_goes_to_the_next_owner() {
-    let tier = Wire::new();
+    let tier = wire();
     let token = left_by_the_dead(&tier, "k").await;
     let left = Bytes::from_static(b"charged");
     assert_eq!(tier.tier.checkpoint(id("k"), token, left.clone()).await.unwrap(), Landed::Done);
@@ -743,7 +547,7 @@ async fn a_checkpoint_goes_to_the_next_owner() {
 
 #[tokio::test(start_paused = true)]
 async fn r25_completed_records_leave_memory_for_new_ones_and_are_replayed_from_the_tier() {
-    let tier = Wire::new();
+    let tier = wire();
     let small = store(|it| it.max_keys(500));
     let node = Tiered::open(small, tier.clone(), Lapse::Hold).await.unwrap();
     let running = node.claim(&id("running"), same()).await.won();
@@ -771,7 +575,7 @@ async fn r25_completed_records_leave_memory_for_new_ones_and_are_replayed_from_t
 
 #[tokio::test(start_paused = true)]
 async fn r26_memory_that_was_evicted_is_given_back() {
-    let tier = Wire::new();
+    let tier = wire();
     let small = store(|it| it.max_bytes(1 << 20));
     let node = Tiered::open(small, tier.clone(), Lapse::Hold).await.unwrap();
     for n in 0..3_000 {
@@ -788,7 +592,7 @@ async fn r26_memory_that_was_evicted_is_given_back() {
 
 #[tokio::test(start_paused = true)]
 async fn t6_outcome_and_transaction_appear_together() {
-    let tier = Wire::new();
+    let tier = wire();
     let (a, b) = (node(&tier, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
     let permit = a.claim(&id("k"), same()).await.won();
     let mut tx = Tx::begin(&tier).await;
@@ -805,7 +609,7 @@ async fn t6_outcome_and_transaction_appear_together() {
 
 #[tokio::test(start_paused = true)]
 async fn t6_a_transaction_that_was_rolled_back_leaves_the_identity_free() {
-    let tier = Wire::new();
+    let tier = wire();
     let node = node(&tier, Lapse::TakeOver).await;
     let permit = node.claim(&id("k"), same()).await.won();
     let mut tx = Tx::begin(&tier).await;
@@ -818,7 +622,7 @@ async fn t6_a_transaction_that_was_rolled_back_leaves_the_identity_free() {
 #[tokio::test(start_paused = true)]
 async fn t6_a_commit_whose_answer_was_lost_is_found_out_by_a_write_that_waits_for_it() {
     for commits in [true, false] {
-        let tier = Wire::new();
+        let tier = wire();
         let node = node(&tier, Lapse::TakeOver).await;
         let permit = node.claim(&id("k"), same()).await.won();
         let mut tx = Tx::begin(&tier).await;
@@ -845,7 +649,7 @@ async fn t6_a_commit_whose_answer_was_lost_is_found_out_by_a_write_that_waits_fo
 
 #[tokio::test(start_paused = true)]
 async fn t6_who_has_lost_the_claim_stages_nothing() {
-    let tier = Wire::new();
+    let tier = wire();
     let slow = Wire::to(tier.tier.clone());
     let (a, b) = (node(&slow, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);
     let permit = a.claim(&id("k"), same()).await.won();
