@@ -50,6 +50,8 @@
 //!     ([`recalls`](Tier::recalls)) for at least a minute (T9).
 
 mod circuit;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod memory;
 mod record;
 mod staged;
@@ -76,7 +78,7 @@ pub use tiered::{
 pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, TierError>> + Send + 'a>>;
 
 /// A durable store of records. The contract stands in the [module's documentation](self), by
-/// numbers; `oncekey::tier::conformance` holds a tier against it.
+/// numbers; `oncekey::tier::conformance` (feature `conformance`) holds a tier against it.
 pub trait Tier: fmt::Debug + Send + Sync + 'static {
     /// Shows that `owner` is alive: its claims are in flight for `lease` from now on (rules 9, 10).
     /// Writes one row or key, and waits for no record (T10).
