@@ -56,8 +56,10 @@ mod memory;
 mod record;
 mod staged;
 mod stats;
+mod steps;
 pub(crate) mod through;
 mod tiered;
+mod told;
 
 use std::{error::Error, fmt, future::Future, pin::Pin, time::Duration};
 

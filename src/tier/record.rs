@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{Claimed, Found, Landed, NewClaim, State};
+use super::{Claimed, Found, NewClaim, State};
 use crate::{DecodeError, Fingerprint, Outcome, Scheme, Token};
 
 /// The version that is written. Others are refused.
@@ -104,13 +104,9 @@ impl Record {
             .then(|| Self { checkpoint: self.checkpoint.clone(), ..Self::claimed(claim, at.now) })
     }
 
-    /// Whether a step with `token` is done, has been done or is lost (rule 5).
-    pub(crate) fn admits(&self, token: Token, at: &Now) -> Result<(), Landed> {
-        let is_open = matches!(self.kind, Kind::InFlight | Kind::Held);
-        if self.token == token && is_open {
-            return Ok(());
-        }
-        Err(Landed::Lost(Some(self.found(at))))
+    /// Whether `token` still settles it (rule 5).
+    pub(crate) fn admits(&self, token: Token) -> bool {
+        self.token == token && matches!(self.kind, Kind::InFlight | Kind::Held)
     }
 
     /// Whether `token` has completed it already.
