@@ -106,6 +106,13 @@ mod coarse {
     }
 }
 
+/// The time since 1970 by the wall clock, zero before. It steps when it is set: only a durable tier
+/// asks for it, once at its opening.
+#[cfg(feature = "embedded")]
+pub(crate) fn wall() -> Duration {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
+}
+
 /// Measures real time for a thread that waits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timer(Instant);

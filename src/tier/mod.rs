@@ -52,6 +52,8 @@
 mod circuit;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+#[cfg(feature = "embedded")]
+mod embedded;
 mod memory;
 mod record;
 mod staged;
@@ -67,6 +69,8 @@ use bytes::Bytes;
 
 use crate::{Fingerprint, Identity, Outcome, Token};
 
+#[cfg(feature = "embedded")]
+pub use embedded::{Durability, EmbeddedBuilder, EmbeddedTier};
 pub use memory::MemoryTier;
 pub use staged::{Completion, StageError, Staged, Transaction};
 pub use stats::TierStats;

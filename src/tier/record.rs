@@ -124,6 +124,15 @@ impl Record {
         }
     }
 
+    /// About as many bytes as [`to_bytes`](Self::to_bytes) makes.
+    pub(crate) fn size(&self) -> usize {
+        let outcome = match &self.kind {
+            Kind::Completed(outcome) => outcome.size(),
+            _ => 0,
+        };
+        96 + self.checkpoint.as_ref().map_or(0, Bytes::len) + outcome
+    }
+
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let (kind, outcome) = match &self.kind {
             Kind::InFlight => (0, None),
