@@ -11,7 +11,7 @@ use std::{
 
 use fjall::{Database, Keyspace, KeyspaceCreateOptions, OwnedWriteBatch};
 
-use super::{generations::Generations, journal};
+use super::{generations::Generations, journal, manifests};
 use crate::tier::TierError;
 
 /// The format that is written. Others are refused.
@@ -80,6 +80,7 @@ impl Directory {
         let synced = Synced::open(&records)?;
         let known = synced.number().map_err(|error| io_error(&records, &error))?;
         let known = known.ok_or_else(|| damaged("the file `synced` was changed".to_owned()))?;
+        manifests::check(&records)?;
         let journaled = journal::mend(&records, known)?;
         let database = start(&records)?;
         let unopened = |error: fjall::Error| refusal(&records, &error);

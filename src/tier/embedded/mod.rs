@@ -32,6 +32,7 @@
 mod directory;
 mod generations;
 mod journal;
+mod manifests;
 mod time;
 mod writer;
 
