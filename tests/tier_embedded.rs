@@ -10,6 +10,7 @@ mod embedded;
 use std::{
     fs,
     os::unix::fs::MetadataExt,
+    pin::Pin,
     process::Command,
     sync::Arc,
     task::{Context, Waker},
@@ -27,6 +28,37 @@ use oncekey::{
 };
 
 const SECOND: Duration = Duration::from_secs(1);
+
+/// The tier, on a clock moved by hand; a file of its own process has no other handles.
+#[cfg(feature = "conformance")]
+struct Host {
+    tier: EmbeddedTier,
+    clock: ManualClock,
+}
+
+#[cfg(feature = "conformance")]
+impl oncekey::tier::conformance::Host for Host {
+    fn node(&self) -> Pin<Box<dyn Future<Output = Arc<dyn Tier>> + Send + '_>> {
+        Box::pin(async { Arc::new(self.tier.clone()) as Arc<dyn Tier> })
+    }
+
+    fn advance(&self, by: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(async move { self.clock.advance(by) })
+    }
+}
+
+#[cfg(feature = "conformance")]
+#[tokio::test]
+async fn t8_the_embedded_tier_keeps_the_contract() {
+    let _watchdog = watchdog();
+    for level in [Durability::PowerLoss, Durability::KilledProcess] {
+        let (dir, clock) = (Dir::new(), ManualClock::new());
+        let builder = dir.builder().durability(level).buffer(64 << 10).clock(clock.clone());
+        let host = Host { tier: builder.open().unwrap(), clock };
+        let failures = oncekey::tier::conformance::check(&host).await;
+        assert!(failures.is_empty(), "{failures:#?}");
+    }
+}
 
 #[tokio::test]
 async fn t7_an_opening_finds_what_the_one_before_has_left() {

@@ -47,15 +47,15 @@ use std::{
 use bytes::Bytes;
 use tokio::sync::{Notify, oneshot};
 
-use super::{
-    Answer, Claimed, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier, TierError,
-    record::Record,
-    steps::{self, At, Change, Owners},
-    told::Told,
-};
 use crate::{
     Clock, Identity, Outcome, Token,
     sync::{Arc, Mutex},
+    tier::{
+        Answer, Claimed, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier, TierError,
+        record::Record,
+        steps::{self, At, Change, Owners},
+        told::Told,
+    },
 };
 
 use directory::Directory;
@@ -86,7 +86,7 @@ pub enum Durability {
 /// # Ok::<(), oncekey::tier::TierError>(())
 /// ```
 ///
-/// **Owners.** The claims that an earlier opening has left are [`State::Lapsed`](super::State) at
+/// **Owners.** The claims that an earlier opening has left are [`State::Lapsed`](crate::tier::State) at
 /// once: the directory is locked, so whoever owned them is gone.
 ///
 /// **Time** (R23) is the wall clock at the opening, but never before the last stamp in the directory,
