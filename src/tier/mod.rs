@@ -57,6 +57,8 @@ mod embedded;
 mod memory;
 mod record;
 mod staged;
+#[cfg(feature = "redis")]
+mod redis;
 mod stats;
 mod steps;
 pub(crate) mod through;
@@ -71,6 +73,8 @@ use crate::{Fingerprint, Identity, Outcome, Token};
 
 #[cfg(feature = "embedded")]
 pub use embedded::{Durability, EmbeddedBuilder, EmbeddedTier};
+#[cfg(feature = "redis")]
+pub use self::redis::{RedisDurability, RedisTier, RedisTierBuilder};
 pub use memory::MemoryTier;
 pub use staged::{Completion, StageError, Staged, Transaction};
 pub use stats::TierStats;

@@ -1,0 +1,261 @@
+//! The connection to the server or the cluster: one step there and back.
+//!
+//! Ground rules:
+//!
+//! 1. All callers share a connection, and what was sent first is done first.
+//! 2. A connection that has ended, that leads to a server which is no primary any more, or that has
+//!    been silent for as long as a step may take, is replaced by the next caller. The driver's own
+//!    `ConnectionManager` keeps the latter two; the cluster's connection knows them.
+//! 3. A step whose connection ended under it may have been done. It is repeated at once if a repeated
+//!    one does no harm; else the caller is told that nobody knows.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use ::redis::{
+    AsyncConnectionConfig, Client, Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value,
+    aio::{ConnectionLike, MultiplexedConnection},
+    cluster_async::ClusterConnection,
+    cluster_routing::{Route, RoutingInfo, SingleNodeRoutingInfo, SlotAddr},
+};
+use parking_lot::Mutex;
+use tokio::time::timeout;
+
+use super::step::Script;
+use crate::tier::TierError;
+
+pub(super) struct Link {
+    pub(super) to: To,
+    /// How long a step may take, connecting included.
+    pub(super) within: Duration,
+    /// How many replicas must have a step before it counts as done.
+    pub(super) replicas: usize,
+}
+
+pub(super) enum To {
+    Server(Box<Server>),
+    Cluster(ClusterConnection),
+}
+
+/// One server, and the connection that is used at present.
+pub(super) struct Server {
+    client: Client,
+    config: AsyncConnectionConfig,
+    open: Mutex<Option<Open>>,
+    /// Held while a connection is being made: one caller makes it for all.
+    connecting: tokio::sync::Mutex<()>,
+    /// Connections made so far.
+    made: AtomicU64,
+    /// Answers heard so far.
+    heard: AtomicU64,
+}
+
+#[derive(Clone)]
+struct Open {
+    connection: MultiplexedConnection,
+    nth: u64,
+}
+
+impl Link {
+    /// Runs a script on the server that has its keys.
+    pub(super) async fn run(
+        &self,
+        script: &Script,
+        keys: &[Vec<u8>],
+        args: &[&[u8]],
+    ) -> Result<Vec<Value>, TierError> {
+        let heard = self.heard();
+        let Ok(done) = timeout(self.within, self.step(script, keys, args)).await else {
+            self.note_silence(heard);
+            return Err(TierError::unavailable(format!(
+                "no answer from Redis within {:?}",
+                self.within
+            )));
+        };
+        match done? {
+            Value::Array(values) => Ok(values),
+            other => Err(TierError::unusable(format!("not an answer of ours: {other:?}"))),
+        }
+    }
+
+    async fn step(
+        &self,
+        script: &Script,
+        keys: &[Vec<u8>],
+        args: &[&[u8]],
+    ) -> Result<Value, TierError> {
+        let replicas = if script.is_replicated { self.replicas } else { 0 };
+        let (mut is_known, mut may_repeat) = (true, script.may_repeat);
+        loop {
+            let step = script.command(is_known, keys, args);
+            match self.send(step, &keys[0], replicas).await {
+                Err(error) if is_known && is(&error, ServerErrorKind::NoScript) => is_known = false,
+                Err(error) if may_repeat && error.is_connection_dropped() => may_repeat = false,
+                Err(error) => return Err(refusal(&error)),
+                Ok((value, acknowledged)) if acknowledged >= replicas => return Ok(value),
+                Ok((_, acknowledged)) => {
+                    return Err(TierError::unavailable(format!(
+                        "{acknowledged} of {replicas} replicas have the step: it may get lost"
+                    )));
+                }
+            }
+        }
+    }
+
+    /// What the server answers, and how many replicas have what it has written.
+    async fn send(&self, step: Cmd, key: &[u8], replicas: usize) -> RedisResult<(Value, usize)> {
+        if replicas == 0 {
+            let answer = match &self.to {
+                To::Server(server) => server.send(&step).await?,
+                To::Cluster(cluster) => {
+                    cluster.clone().route_command(step, RoutingInfo::SingleNode(owner(key))).await?
+                }
+            };
+            return Ok((answer.extract_error()?, 0));
+        }
+        // Half of the time for the replicas: then the answer still comes in time.
+        let limit = (self.within / 2).as_millis().max(1) as u64;
+        let mut both = ::redis::pipe();
+        both.add_command(step);
+        both.cmd("WAIT").arg(replicas).arg(limit);
+        let answers = match &self.to {
+            To::Server(server) => server.send_both(&both).await?,
+            To::Cluster(cluster) => cluster.clone().route_pipeline(both, 0, 2, owner(key)).await?,
+        };
+        let mut answers = answers.into_iter();
+        let step = answers.next().unwrap_or(Value::Nil).extract_error()?;
+        let acknowledged = answers.next().unwrap_or(Value::Nil).extract_error()?;
+        Ok((step, ::redis::from_redis_value(acknowledged)?))
+    }
+
+    fn heard(&self) -> u64 {
+        match &self.to {
+            To::Server(server) => server.heard.load(Ordering::Relaxed),
+            To::Cluster(_) => 0,
+        }
+    }
+
+    /// A step was not answered: if nothing else was answered meanwhile either, the connection is
+    /// replaced.
+    fn note_silence(&self, heard_before: u64) {
+        if let To::Server(server) = &self.to
+            && server.heard.load(Ordering::Relaxed) == heard_before
+        {
+            drop(server.open.lock().take());
+        }
+    }
+}
+
+/// The primary that has the slot of `key`.
+fn owner(key: &[u8]) -> SingleNodeRoutingInfo {
+    SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master))
+}
+
+impl Server {
+    pub(super) fn new(client: Client, config: AsyncConnectionConfig) -> Self {
+        Self {
+            client,
+            config,
+            open: Mutex::default(),
+            connecting: tokio::sync::Mutex::default(),
+            made: AtomicU64::new(0),
+            heard: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) async fn send(&self, command: &Cmd) -> RedisResult<Value> {
+        let mut open = self.connection().await?;
+        let answer = open.connection.req_packed_command(command).await;
+        self.note(open.nth, answer.and_then(Value::extract_error))
+    }
+
+    async fn send_both(&self, both: &::redis::Pipeline) -> RedisResult<Vec<Value>> {
+        let mut open = self.connection().await?;
+        let answers = open.connection.req_packed_commands(both, 0, 2).await;
+        // Each for itself, as a single answer would be.
+        let answers = answers.and_then(|all| all.into_iter().map(Value::extract_error).collect());
+        self.note(open.nth, answers)
+    }
+
+    async fn connection(&self) -> RedisResult<Open> {
+        let present = || self.open.lock().clone();
+        if let Some(open) = present() {
+            return Ok(open);
+        }
+        let _alone = self.connecting.lock().await;
+        if let Some(open) = present() {
+            return Ok(open);
+        }
+        let connection =
+            self.client.get_multiplexed_async_connection_with_config(&self.config).await?;
+        let open = Open { connection, nth: self.made.fetch_add(1, Ordering::Relaxed) };
+        *self.open.lock() = Some(open.clone());
+        Ok(open)
+    }
+
+    /// Draws the conclusions of an answer of the connection `nth`.
+    fn note<T>(&self, nth: u64, answer: RedisResult<T>) -> RedisResult<T> {
+        match &answer {
+            Err(error)
+                if error.is_unrecoverable_error() || is(error, ServerErrorKind::ReadOnly) =>
+            {
+                let _ = self.open.lock().take_if(|open| open.nth == nth);
+            }
+            _ => drop(self.heard.fetch_add(1, Ordering::Relaxed)),
+        }
+        answer
+    }
+}
+
+fn is(error: &RedisError, kind: ServerErrorKind) -> bool {
+    error.kind() == ErrorKind::Server(kind)
+}
+
+/// What an error of the driver or the server means to a caller.
+///
+/// Refusals that end by themselves (a failover, a server that loads its data, one that is full until
+/// records end) are worth another try; those that somebody must do something about are not.
+pub(super) fn refusal(error: &RedisError) -> TierError {
+    let text = error.to_string();
+    // Before version 7 an error inside of a script had its code in the text only.
+    let says = |code: &str| error.code() == Some(code) || text.contains(&format!("-{code} "));
+    let advice = if says("OOM") {
+        return TierError::unavailable(format!(
+            "Redis is full: give it more memory, or wait until records end: {text}"
+        ));
+    } else if says("READONLY") {
+        return TierError::unavailable(format!("the server is no primary (any more): {text}"));
+    } else if says("MISCONF") {
+        "Redis cannot write to its disk"
+    } else if says("NOPERM") {
+        "the user lacks rights: docs/tiers/redis.md lists the commands"
+    } else if says("NOAUTH") || says("WRONGPASS") {
+        "user and password belong into the URL"
+    } else if says("WRONGTYPE") {
+        "something else stores values under these names: choose another prefix"
+    } else if says("MOVED") || says("CROSSSLOT") {
+        "this is a node of a cluster: use `connect_cluster`"
+    } else {
+        match error.kind() {
+            ErrorKind::AuthenticationFailed => "user and password belong into the URL",
+            ErrorKind::InvalidClientConfig => "the URL or the features of the driver do not fit",
+            ErrorKind::Server(ServerErrorKind::ResponseError) if !passes(&text) => {
+                "Redis refused a step"
+            }
+            ErrorKind::UnexpectedReturnType | ErrorKind::RESP3NotSupported => {
+                "Redis did not answer as expected"
+            }
+            _ => return TierError::unavailable(error.clone()),
+        }
+    };
+    TierError::unusable(format!("{advice}: {text}"))
+}
+
+/// Whether an error without a code of its own passes by itself.
+fn passes(text: &str) -> bool {
+    ["max number of clients", "non local key", "-LOADING", "-NOREPLICAS", "-MASTERDOWN", "-BUSY"]
+        .iter()
+        .any(|passing| text.contains(passing))
+}
