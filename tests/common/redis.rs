@@ -1,6 +1,9 @@
 //! Redis servers of the tests' own: each in a directory of its own, on free ports of the loopback, with
 //! an append-only file that is synced always. They end with the test, also if that dies.
 
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is for tests")]
+
 use std::{
     fs,
     future::Future,

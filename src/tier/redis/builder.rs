@@ -227,7 +227,7 @@ impl RedisTierBuilder {
         self.check_sync(link).await?;
         if self.replicas > 0 {
             let mut wait = ::redis::cmd("WAIT");
-            wait.arg(self.replicas).arg((self.answer_within / 2).as_millis().max(1) as u64);
+            wait.arg(self.replicas).arg((self.answer_within / 4).as_millis().max(1) as u64);
             for (node, answer) in link.ask_all(&wait).await? {
                 let have: usize = ::redis::from_redis_value(answer).unwrap_or(0);
                 if have < self.replicas {

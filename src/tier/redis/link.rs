@@ -115,8 +115,8 @@ impl Link {
             };
             return Ok((answer.extract_error()?, 0));
         }
-        // Half of the time for the replicas: then the answer still comes in time.
-        let limit = (self.within / 2).as_millis().max(1) as u64;
+        // Twice, if the server has to be told the script first, and the answer still comes in time.
+        let limit = (self.within / 4).as_millis().max(1) as u64;
         let mut both = ::redis::pipe();
         both.add_command(step);
         both.cmd("WAIT").arg(replicas).arg(limit);
@@ -229,14 +229,12 @@ pub(super) fn refusal(error: &RedisError) -> TierError {
         return TierError::unavailable(format!("the server is no primary (any more): {text}"));
     } else if says("MISCONF") {
         "Redis cannot write to its disk"
-    } else if says("NOPERM") {
+    } else if says("NOPERM") || text.contains("user executing the script") {
         "the user lacks rights: docs/tiers/redis.md lists the commands"
     } else if says("NOAUTH") || says("WRONGPASS") {
         "user and password belong into the URL"
     } else if says("WRONGTYPE") {
         "something else stores values under these names: choose another prefix"
-    } else if says("MOVED") || says("CROSSSLOT") {
-        "this is a node of a cluster: use `connect_cluster`"
     } else {
         match error.kind() {
             ErrorKind::AuthenticationFailed => "user and password belong into the URL",

@@ -15,7 +15,6 @@ use std::time::Duration;
 use ::redis::{Cmd, Value};
 use bytes::Bytes;
 
-use super::SHARDS;
 use crate::{
     Fingerprint, Identity, Outcome, Scheme, Token,
     tier::{Found, State, TierError},
@@ -117,8 +116,7 @@ impl Names {
     /// The keys of each step on a record: itself, its shard's owners, its shard's recalls.
     pub(super) fn of(&self, id: Identity<'_>) -> (u64, Vec<Vec<u8>>) {
         let frame = id.frame();
-        // By the upper half: the lower bits of this hash see only the lower bits of each byte.
-        let shard = (hash(&frame) >> 32) % self.shards;
+        let shard = hash(&frame) % self.shards;
         let mut record = self.of_shard(shard, "r:");
         record.extend_from_slice(&frame);
         (shard, vec![record, self.owners(shard), self.recalls(shard)])
@@ -142,14 +140,16 @@ impl Names {
     }
 }
 
-/// FNV-1a. It decides where a record is, so it is the same in all versions of this crate.
+/// FNV-1a, and the last step of MurmurHash3, by which each byte counts for each bit. It decides where a
+/// record is, so it is the same in all versions of this crate.
 fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
+    });
+    let hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    let hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    hash ^ (hash >> 33)
 }
-
-const _: () = assert!(SHARDS < 1 << 32, "a shard is drawn from half of a hash");
 
 /// A span as an argument. None is zero: the server would drop the key.
 pub(super) fn millis(span: Duration) -> String {
@@ -271,4 +271,31 @@ fn token_of(text: &str) -> Option<Token> {
 fn fingerprint_of(bytes: &[u8]) -> Option<Fingerprint> {
     let (scheme, digest) = bytes.split_first_chunk()?;
     Some(Fingerprint::from_parts(Scheme::from_id(*scheme), digest.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where a record is never changes: these were computed once, by another program.
+    #[test]
+    fn golden() {
+        for (bytes, expected) in HASHES {
+            assert_eq!(hash(bytes), *expected, "{bytes:?}");
+        }
+        let names = Names { prefix: "p".to_owned(), shards: 64 };
+        let (shard, keys) = names.of(Identity::new("a", "e", "k").unwrap());
+        let keys: Vec<_> = keys.iter().map(|key| String::from_utf8_lossy(key)).collect();
+        assert_eq!(shard, SHARD);
+        assert_eq!(keys[0], format!("p:{{{SHARD}}}:r:\u{1}\0\u{1}aek"));
+        assert_eq!(keys[1], format!("p:{{{SHARD}}}:owners"));
+        assert_eq!(keys[2], format!("p:{{{SHARD}}}:recalls"));
+    }
+
+    const HASHES: &[(&[u8], u64)] = &[
+        (b"", 0xefd0_1f60_ba99_2926),
+        (b"a", 0x82a2_a958_a9be_ce5b),
+        (b"\x01\0\x01aek", 0x2bc8_ba5a_774a_1135),
+    ];
+    const SHARD: u64 = 53;
 }
