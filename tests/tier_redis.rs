@@ -29,7 +29,7 @@ use oncekey::{
 };
 use proxy::Proxy;
 use redis::{aio::MultiplexedConnection, cmd};
-use servers::{DURABLE, Redis, Server, is_installed, patient};
+use servers::{DURABLE, Redis, Server, is_installed, patient, replica_of};
 
 const LEASE: Duration = Duration::from_secs(60);
 
@@ -129,26 +129,28 @@ async fn t2_less_durability_than_asked_is_refused() {
     }
     let server = Server::durable().await;
     let mut admin = server.connect().await;
-    for (file, sync, enough) in [
-        ("yes", "always", &[PowerLoss, EverySecond, Unchecked][..]),
-        ("yes", "everysec", &[EverySecond, Unchecked]),
-        ("yes", "no", &[Unchecked]),
-        ("no", "always", &[Unchecked]),
+    for (name, value, enough) in [
+        ("appendfsync", "always", &[PowerLoss, EverySecond, Unchecked][..]),
+        ("no-appendfsync-on-rewrite", "yes", &[EverySecond, Unchecked]),
+        ("appendfsync", "everysec", &[EverySecond, Unchecked]),
+        ("no-appendfsync-on-rewrite", "no", &[EverySecond, Unchecked]),
+        ("appendfsync", "no", &[Unchecked]),
+        ("appendfsync", "always", &[PowerLoss, EverySecond, Unchecked]),
+        ("appendonly", "no", &[Unchecked]),
     ] {
-        set(&mut admin, "appendonly", file).await;
-        set(&mut admin, "appendfsync", sync).await;
+        set(&mut admin, name, value).await;
         for asked in [PowerLoss, EverySecond, Unchecked] {
             let connected = patient().durability(asked).connect(&server.url()).await;
             if enough.contains(&asked) {
                 connected.unwrap();
             } else {
                 let text = unusable(connected);
-                assert!(text.contains(if file == "no" { "appendonly" } else { sync }), "{text}");
+                assert!(text.contains("append"), "{text}");
             }
         }
         // What is asked for by default is the most.
         let by_default = RedisTier::connect(&server.url()).await;
-        assert_eq!(by_default.is_ok(), enough.contains(&PowerLoss), "{file}, {sync}");
+        assert_eq!(by_default.is_ok(), enough.contains(&PowerLoss), "{name}, {value}");
     }
 }
 
@@ -393,7 +395,7 @@ async fn t3_each_verb_is_one_round_trip() {
     }
     macro_rules! uncounted {
         ($verb:literal, $call:expr) => {
-            drop($call.await.unwrap())
+            let _ = $call.await.unwrap();
         };
     }
     verbs!(uncounted);
@@ -401,7 +403,7 @@ async fn t3_each_verb_is_one_round_trip() {
     macro_rules! counted {
         ($verb:literal, $call:expr) => {
             cmd("CONFIG").arg("RESETSTAT").exec_async(&mut admin).await.unwrap();
-            drop($call.await.unwrap());
+            let _ = $call.await.unwrap();
             let calls = redis.servers[0].calls().await;
             let calls: BTreeMap<_, _> = calls.into_iter().collect();
             assert_eq!(calls.get("evalsha"), Some(&1), "{}: {calls:?}", $verb);
@@ -950,4 +952,99 @@ async fn t2_a_cluster_that_lost_a_node_is_unavailable_until_it_is_back() {
         let landed = tier.complete(id(&key), token, Some(&body), HOUR).await.unwrap();
         assert_eq!(landed, Landed::Done, "{key}");
     }
+}
+
+/// A replica takes a primary's place while steps run: some are unavailable for a moment, and what was
+/// acknowledged is there.
+#[tokio::test(flavor = "multi_thread")]
+async fn t2_a_failover_of_a_cluster_is_gone_through() {
+    let _watchdog = watchdog();
+    if !is_installed() {
+        return;
+    }
+    let redis = Redis::cluster().await;
+    let replica = replica_of(&redis.servers[0]).await;
+    let tier = redis.tier().await;
+    let is_over = Arc::new(AtomicBool::new(false));
+    let running = tokio::spawn({
+        let (tier, is_over) = (tier.clone(), Arc::clone(&is_over));
+        async move {
+            let mut kept = Vec::new();
+            while !is_over.load(Ordering::SeqCst) || kept.len() < 500 {
+                let key = format!("k{}", kept.len());
+                while let Err(error) = tier.beat(1, HOUR).await {
+                    assert!(matches!(error, TierError::Unavailable(_)), "{error}");
+                }
+                let claim = claim_of(1);
+                loop {
+                    match tier.claim(id(&key), claim).await {
+                        Ok(claimed) => {
+                            assert_eq!(claimed, Claimed::Won { checkpoint: None });
+                            break;
+                        }
+                        Err(error) => {
+                            assert!(matches!(error, TierError::Unavailable(_)), "{error}");
+                        }
+                    }
+                }
+                let body = outcome(&key);
+                loop {
+                    match tier.complete(id(&key), claim.token, Some(&body), HOUR).await {
+                        Ok(landed) => {
+                            assert_eq!(landed, Landed::Done);
+                            break;
+                        }
+                        Err(error) => {
+                            assert!(matches!(error, TierError::Unavailable(_)), "{error}");
+                        }
+                    }
+                }
+                kept.push((key, body));
+            }
+            kept
+        }
+    });
+    let mut failover = cmd("CLUSTER");
+    failover.arg("FAILOVER").exec_async(&mut replica.connect().await).await.unwrap();
+    replica.says("role:master").await;
+    redis.servers[0].says("role:slave").await;
+    is_over.store(true, Ordering::SeqCst);
+    for (key, body) in running.await.unwrap() {
+        assert_eq!(state(&tier, &key).await, Some(State::Completed(body)), "{key}");
+    }
+    assert_eq!(tier.vanished(), 0);
+}
+
+/// A replica that had less takes the primary's place: what it had not yet is lost, and that is noticed.
+#[tokio::test]
+async fn r09_a_failover_that_lost_a_claim_is_noticed() {
+    let _watchdog = watchdog();
+    if !is_installed() {
+        return;
+    }
+    let primary = Server::durable().await;
+    let port = primary.port.to_string();
+    let replica = Server::start(&[DURABLE, &["--replicaof", "127.0.0.1", &port]].concat()).await;
+    replica.says("master_link_status:up").await;
+    let proxy = Proxy::to(primary.port).await;
+    let tier = patient().connect(&proxy.url()).await.unwrap();
+    let both_have = won(&tier, 1, "both").await;
+    let mut wait = cmd("WAIT");
+    let have: u64 = wait.arg(1).arg(0).query_async(&mut primary.connect().await).await.unwrap();
+    assert_eq!(have, 1);
+    // The line between the two is cut, and the primary does not know it.
+    let mut there = replica.connect().await;
+    cmd("REPLICAOF").arg("NO").arg("ONE").exec_async(&mut there).await.unwrap();
+    let [first, second] = [won(&tier, 1, "first").await, won(&tier, 1, "second").await];
+    proxy.lead_to(replica.port);
+    assert_eq!(tier.complete(id("both"), both_have, None, HOUR).await.unwrap(), Landed::Done);
+    let body = outcome("x");
+    let landed = tier.complete(id("first"), first, Some(&body), HOUR).await.unwrap();
+    assert_eq!((landed, tier.vanished()), (Landed::Lost(None), 1));
+    // Another has claimed it since.
+    let other = patient().connect(&replica.url()).await.unwrap();
+    won(&other, 2, "second").await;
+    let landed = tier.complete(id("second"), second, Some(&body), HOUR).await.unwrap();
+    assert!(matches!(landed, Landed::Lost(Some(_))), "{landed:?}");
+    assert_eq!(tier.vanished(), 2);
 }

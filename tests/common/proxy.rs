@@ -5,7 +5,7 @@
 
 use std::sync::{
     Arc,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
+    atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering},
 };
 
 use tokio::{
@@ -24,6 +24,9 @@ pub struct Proxy {
 #[derive(Default)]
 struct Shared {
     lines: AtomicUsize,
+    server: AtomicU16,
+    /// Lines with a number below end.
+    ended: watch::Sender<usize>,
     /// What lines with a number below the first do: those that were there when it was asked for.
     requests: watch::Sender<Fate>,
     answers: watch::Sender<Fate>,
@@ -46,13 +49,13 @@ impl Proxy {
     pub async fn to(port: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let own = listener.local_addr().unwrap().port();
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared { server: AtomicU16::new(port), ..Shared::default() });
         let task = tokio::spawn({
             let shared = Arc::clone(&shared);
             async move {
                 while let Ok((client, _)) = listener.accept().await {
                     let nth = shared.lines.fetch_add(1, Ordering::SeqCst);
-                    tokio::spawn(line(Arc::clone(&shared), nth, client, port));
+                    tokio::spawn(line(Arc::clone(&shared), nth, client));
                 }
             }
         });
@@ -82,6 +85,12 @@ impl Proxy {
         self.shared.has_lost.load(Ordering::SeqCst)
     }
 
+    /// New lines lead to another server, and the present ones end.
+    pub fn lead_to(&self, port: u16) {
+        self.shared.server.store(port, Ordering::SeqCst);
+        self.shared.ended.send_replace(self.lines());
+    }
+
     pub fn pass(&self) {
         self.shared.requests.send_replace(Fate::Pass);
         self.shared.answers.send_replace(Fate::Pass);
@@ -94,12 +103,15 @@ impl Drop for Proxy {
     }
 }
 
-async fn line(shared: Arc<Shared>, nth: usize, client: TcpStream, port: u16) {
+async fn line(shared: Arc<Shared>, nth: usize, client: TcpStream) {
+    let port = shared.server.load(Ordering::SeqCst);
+    let mut ended = shared.ended.subscribe();
     let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
     let (requests, answers) = (shared.requests.subscribe(), shared.answers.subscribe());
     tokio::select! {
+        _ = ended.wait_for(|below| nth < *below) => {}
         () = async {
             // A client that gives up takes back nothing of what it has sent.
             pass(&mut from_client, &mut to_server, nth, requests).await;

@@ -122,6 +122,19 @@ impl Server {
         }
     }
 
+    /// Returns when the server says so of itself.
+    pub async fn says(&self, line: &str) {
+        let mut connection = self.connect().await;
+        loop {
+            let info: String =
+                cmd("INFO").arg("replication").query_async(&mut connection).await.unwrap();
+            if info.lines().any(|said| said == line) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
     /// How often each command was called, those of scripts included, since the last reset.
     pub async fn calls(&self) -> Vec<(String, u64)> {
         let mut connection = self.connect().await;
@@ -209,10 +222,26 @@ impl Cluster {
         }
         Self { nodes }
     }
+}
 
-    pub fn urls(&self) -> Vec<String> {
-        self.nodes.iter().map(Server::url).collect()
+/// Makes a new node a replica of `primary`, and returns once it has its data.
+pub async fn replica_of(primary: &Server) -> Server {
+    let replica = Server::start(&[DURABLE, &["--cluster-enabled", "yes"]].concat()).await;
+    let mut connection = replica.connect().await;
+    let mut meet = cmd("CLUSTER");
+    meet.arg("MEET").arg("127.0.0.1").arg(primary.port);
+    meet.exec_async(&mut connection).await.unwrap();
+    let mut myself = cmd("CLUSTER");
+    myself.arg("MYID");
+    let id: String = myself.query_async(&mut primary.connect().await).await.unwrap();
+    let mut replicate = cmd("CLUSTER");
+    replicate.arg("REPLICATE").arg(id);
+    // Until it has heard of the primary.
+    while replicate.exec_async(&mut connection).await.is_err() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    replica.says("master_link_status:up").await;
+    replica
 }
 
 /// A tier on servers of the tests.

@@ -193,8 +193,7 @@ impl RedisTierBuilder {
 
     /// Refuses a server that would not keep what it is given.
     async fn check(&self, link: &Link) -> Result<(), TierError> {
-        let mut info = ::redis::cmd("INFO");
-        let infos = link.ask_all(info.arg("everything")).await?;
+        let infos = link.ask_all(&::redis::cmd("INFO")).await?;
         for (node, info) in &infos {
             let info = text(info)?;
             let says = |name: &str| {
@@ -242,31 +241,35 @@ impl RedisTierBuilder {
     }
 
     async fn check_sync(&self, link: &Link) -> Result<(), TierError> {
-        let enough: &[&str] = match self.durability {
-            RedisDurability::PowerLoss => &["always"],
-            RedisDurability::EverySecond => &["always", "everysec"],
+        let wanted: &[(&str, &[&str])] = match self.durability {
+            // While the file is rewritten too.
+            RedisDurability::PowerLoss => {
+                &[("appendfsync", &["always"]), ("no-appendfsync-on-rewrite", &["no"])]
+            }
+            RedisDurability::EverySecond => &[("appendfsync", &["everysec", "always"])],
             RedisDurability::Unchecked => return Ok(()),
         };
-        let mut config = ::redis::cmd("CONFIG");
-        config.arg("GET").arg("appendfsync");
-        let settings = link.ask_all(&config).await.map_err(|error| match error {
-            TierError::Unusable(error) => TierError::unusable(format!(
-                "whether the server syncs what it acknowledges cannot be seen; if you know it, ask for \
-                 `RedisDurability::Unchecked`: {error}"
-            )),
-            error => error,
-        })?;
-        for (node, setting) in settings {
-            let setting: HashMap<String, String> =
-                ::redis::from_redis_value(setting).unwrap_or_default();
-            let sync = setting.get("appendfsync").map_or("unknown", String::as_str);
-            if !enough.contains(&sync) {
-                let asked = self.durability;
-                return Err(TierError::unusable(format!(
-                    "{node}: `appendfsync` is {sync}, which is less than {asked:?} asks for. Set it to \
-                     `{}`, or ask for less",
-                    enough[enough.len() - 1]
-                )));
+        for (name, enough) in wanted {
+            let mut config = ::redis::cmd("CONFIG");
+            config.arg("GET").arg(name);
+            let settings = link.ask_all(&config).await.map_err(|error| match error {
+                TierError::Unusable(error) => TierError::unusable(format!(
+                    "whether the server syncs what it acknowledges cannot be seen; if you know it, \
+                     ask for `RedisDurability::Unchecked`: {error}"
+                )),
+                error => error,
+            })?;
+            for (node, setting) in settings {
+                let setting: HashMap<String, String> =
+                    ::redis::from_redis_value(setting).unwrap_or_default();
+                let is = setting.get(*name).map_or("unknown", String::as_str);
+                if !enough.contains(&is) {
+                    let (asked, better) = (self.durability, enough[0]);
+                    return Err(TierError::unusable(format!(
+                        "{node}: `{name}` is {is}, which is less than {asked:?} asks for. Set it to \
+                         `{better}`, or ask for less"
+                    )));
+                }
             }
         }
         Ok(())

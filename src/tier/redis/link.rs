@@ -7,7 +7,9 @@
 //!    been silent for as long as a step may take, is replaced by the next caller. The driver's own
 //!    `ConnectionManager` keeps the latter two; the cluster's connection knows them.
 //! 3. A step whose connection ended under it may have been done. It is repeated at once if a repeated
-//!    one does no harm; else the caller is told that nobody knows.
+//!    one does no harm; else the caller is told that nobody knows. The connection to a cluster
+//!    repeats by itself, so there a release may find that it was lost, and a forget or a resolve that
+//!    nothing is left to do, when it has been done a moment before.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
