@@ -55,6 +55,8 @@ pub mod conformance;
 #[cfg(feature = "embedded")]
 mod embedded;
 mod memory;
+#[cfg(feature = "postgres")]
+mod postgres;
 mod record;
 mod staged;
 #[cfg(feature = "redis")]
@@ -76,6 +78,8 @@ pub use embedded::{Durability, EmbeddedBuilder, EmbeddedTier};
 #[cfg(feature = "redis")]
 pub use self::redis::{RedisDurability, RedisTier, RedisTierBuilder};
 pub use memory::MemoryTier;
+#[cfg(feature = "postgres")]
+pub use postgres::{Durability, PostgresBuilder, PostgresTier};
 pub use staged::{Completion, StageError, Staged, Transaction};
 pub use stats::TierStats;
 pub use tiered::{

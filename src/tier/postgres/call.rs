@@ -1,0 +1,422 @@
+//! One call of one function: how it is written, how it is tried again, how its answer is read.
+//!
+//! A call is written in one of two forms. With its arguments apart from the text it is prepared
+//! once for each connection, and from then on is one round trip. Through a pooler that hands
+//! connections on after each transaction, a prepared statement may be on another connection by the
+//! time it is used; there the arguments stand in the text: one round trip, and nothing is prepared.
+//! Bytes are then written in hexadecimal, which no setting of a server reads in another way.
+
+use std::{fmt::Write as _, time::Duration};
+
+use bytes::Bytes;
+use sqlx::{
+    AssertSqlSafe, Decode, Executor, PgConnection, PgPool, Postgres, Row as _, Type,
+    postgres::PgRow,
+};
+
+use crate::{
+    Fingerprint, Identity, Outcome, Scheme, Token,
+    tier::{Claimed, Found, Landed, NewClaim, Recalls, State, TierError, record::millis},
+};
+
+/// What is longer is clamped: a thousand years, in milliseconds. The calendar of Postgres is longer.
+const LONGEST: u64 = 1000 * 365 * 24 * 60 * 60 * 1000;
+
+/// How often a call is tried that the server has refused because of others (serialization failures
+/// and deadlocks). Each refusal means that another transaction got on.
+const TRIES: u32 = 10;
+
+/// How calls are written.
+#[derive(Clone, Debug)]
+pub(super) struct Writer {
+    pub(super) schema: String,
+    /// In the text, for a pooler.
+    pub(super) inline: bool,
+    pub(super) lock_limit: Duration,
+}
+
+enum Argument<'a> {
+    Bytes(Option<&'a [u8]>),
+    Owned(Vec<u8>),
+    Number(Option<i64>),
+    Word(&'static str),
+}
+
+/// A call that was not made yet.
+pub(super) struct Call<'a> {
+    inline: bool,
+    text: String,
+    arguments: Vec<Argument<'a>>,
+}
+
+impl Writer {
+    pub(super) fn call<'a>(&self, function: &str) -> Call<'a> {
+        let text = format!("SELECT * FROM {}.idempotency_{function}(", self.schema);
+        Call { inline: self.inline, text, arguments: Vec::with_capacity(12) }
+    }
+
+    /// A claim, or a takeover of `seen`.
+    pub(super) fn claim<'a>(
+        &self,
+        function: &str,
+        id: Identity<'a>,
+        seen: Option<Token>,
+        claim: &NewClaim,
+    ) -> Call<'a> {
+        let call = self.call(function).identity(id);
+        let call = match seen {
+            Some(seen) => call.token(seen),
+            None => call,
+        };
+        call.token(claim.token)
+            .owned(claim.fingerprint.scheme().id().to_vec())
+            .owned(claim.fingerprint.digest().to_vec())
+            .span(claim.max_run)
+            .span(claim.retention)
+            .limit(self)
+    }
+
+    /// A verb that needs the token. `kept` is a status, header lines and a body, or the bytes of a
+    /// checkpoint in place of the body.
+    pub(super) fn act<'a>(
+        &self,
+        verb: &'static str,
+        id: Identity<'a>,
+        token: Token,
+        kept: Kept<'a>,
+        retention: Duration,
+    ) -> Call<'a> {
+        let call = self.call("act").word(verb).identity(id).token(token);
+        call.kept(kept).span(retention).limit(self)
+    }
+
+    /// A verb of an operator.
+    pub(super) fn operate<'a>(
+        &self,
+        verb: &'static str,
+        id: Identity<'a>,
+        kept: Kept<'a>,
+        retention: Duration,
+    ) -> Call<'a> {
+        self.call("operate").word(verb).identity(id).kept(kept).span(retention).limit(self)
+    }
+}
+
+/// What a call leaves in a record.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Kept<'a> {
+    status: Option<u16>,
+    headers: Option<&'a [u8]>,
+    body: Option<&'a [u8]>,
+}
+
+impl<'a> Kept<'a> {
+    pub(super) fn outcome(outcome: Option<&'a Outcome>) -> Self {
+        let status = outcome.map(Outcome::status);
+        let headers = outcome.map(|outcome| &outcome.head()[..]);
+        Self { status, headers, body: outcome.map(|outcome| &outcome.bytes()[..]) }
+    }
+
+    pub(super) fn checkpoint(bytes: &'a [u8]) -> Self {
+        Self { body: Some(bytes), ..Self::default() }
+    }
+}
+
+impl<'a> Call<'a> {
+    fn with(mut self, argument: Argument<'a>) -> Self {
+        if !self.arguments.is_empty() {
+            self.text.push_str(", ");
+        }
+        // Writing to a string does not fail.
+        let _ = match (&argument, self.inline) {
+            (_, false) => write!(self.text, "${}", self.arguments.len() + 1),
+            (Argument::Bytes(None) | Argument::Number(None), true) => write!(self.text, "NULL"),
+            (Argument::Bytes(Some(bytes)), true) => hexadecimal(&mut self.text, bytes),
+            (Argument::Owned(bytes), true) => hexadecimal(&mut self.text, bytes),
+            (Argument::Number(Some(number)), true) => write!(self.text, "'{number}'"),
+            // Ours, each of them: letters and spaces.
+            (Argument::Word(word), true) => write!(self.text, "'{word}'"),
+        };
+        self.arguments.push(argument);
+        self
+    }
+
+    pub(super) fn word(self, word: &'static str) -> Self {
+        self.with(Argument::Word(word))
+    }
+
+    pub(super) fn identity(self, id: Identity<'a>) -> Self {
+        [id.account(), id.endpoint(), id.key()]
+            .into_iter()
+            .fold(self, |call, part| call.with(Argument::Bytes(Some(part))))
+    }
+
+    pub(super) fn owned(self, bytes: Vec<u8>) -> Self {
+        self.with(Argument::Owned(bytes))
+    }
+
+    /// As Postgres has no unsigned numbers, half of them look negative there.
+    pub(super) fn number(self, number: Option<u64>) -> Self {
+        self.with(Argument::Number(number.map(u64::cast_signed)))
+    }
+
+    fn token(self, token: Token) -> Self {
+        self.number(Some(token.owner())).number(Some(token.number()))
+    }
+
+    fn kept(self, kept: Kept<'a>) -> Self {
+        self.number(kept.status.map(u64::from))
+            .with(Argument::Bytes(kept.headers))
+            .with(Argument::Bytes(kept.body))
+    }
+
+    pub(super) fn span(self, span: Duration) -> Self {
+        self.number(Some(millis(span).min(LONGEST)))
+    }
+
+    /// Postgres takes 0 as "no limit".
+    fn limit(self, writer: &Writer) -> Self {
+        self.number(Some(millis(writer.lock_limit).clamp(1, i32::MAX as u64)))
+    }
+
+    /// Makes the call as a transaction of its own, and again if others were in its way.
+    pub(super) async fn by_itself(&self, pool: &PgPool) -> Result<Answered, sqlx::Error> {
+        let mut tried = 1;
+        loop {
+            match self.once(pool).await {
+                Err(error) if tried < TRIES && is_refused(&error) => {
+                    // The deadlock and the conflict are over by now: a pause is for a third one.
+                    tokio::time::sleep(Duration::from_millis(1 << tried.min(6))).await;
+                    tried += 1;
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    /// Makes the call within a transaction.
+    pub(super) async fn within(
+        &self,
+        transaction: &mut PgConnection,
+    ) -> Result<Answered, sqlx::Error> {
+        self.once(transaction).await
+    }
+
+    async fn once(
+        &self,
+        executor: impl Executor<'_, Database = Postgres>,
+    ) -> Result<Answered, sqlx::Error> {
+        // All rows, so until the server says that it is done: a row comes before its commit.
+        let text = AssertSqlSafe(format!("{})", self.text));
+        let rows = if self.inline {
+            sqlx::raw_sql(text).fetch_all(executor).await?
+        } else {
+            let mut query = sqlx::query(text);
+            for argument in &self.arguments {
+                query = match argument {
+                    Argument::Bytes(bytes) => query.bind(*bytes),
+                    Argument::Owned(bytes) => query.bind(&bytes[..]),
+                    Argument::Number(number) => query.bind(*number),
+                    Argument::Word(word) => query.bind(*word),
+                };
+            }
+            query.fetch_all(executor).await?
+        };
+        Ok(Answered { rows })
+    }
+}
+
+fn hexadecimal(text: &mut String, bytes: &[u8]) -> std::fmt::Result {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    text.reserve(20 + 2 * bytes.len());
+    text.push_str("decode('");
+    for byte in bytes {
+        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
+        text.push(char::from(DIGITS[usize::from(byte & 15)]));
+    }
+    text.push_str("', 'hex')");
+    Ok(())
+}
+
+/// What a call was answered with.
+pub(super) struct Answered {
+    rows: Vec<PgRow>,
+}
+
+impl Answered {
+    fn cell<'r, T>(&'r self, column: &str) -> Result<T, TierError>
+    where
+        T: Decode<'r, Postgres> + Type<Postgres>,
+    {
+        let row = self.rows.first().ok_or_else(|| TierError::unusable("no row came back"))?;
+        row.try_get(column).map_err(TierError::unusable)
+    }
+
+    /// The one cell of a function that answers with one.
+    pub(super) fn only<'r, T>(&'r self) -> Result<T, TierError>
+    where
+        T: Decode<'r, Postgres> + Type<Postgres>,
+    {
+        let row = self.rows.first().ok_or_else(|| TierError::unusable("no row came back"))?;
+        row.try_get(0).map_err(TierError::unusable)
+    }
+
+    /// What the function did.
+    pub(super) fn word(&self) -> Result<&str, TierError> {
+        self.cell("answer")
+    }
+
+    pub(super) fn unexpected<T>(&self) -> Result<T, TierError> {
+        let word = self.word()?;
+        Err(TierError::unusable(format!("a function of the schema answered {word:?}")))
+    }
+
+    pub(super) fn claimed(&self, claim: &NewClaim) -> Result<Claimed, TierError> {
+        match self.word()? {
+            "won" => {
+                let checkpoint: Option<Vec<u8>> = self.cell("checkpoint")?;
+                Ok(Claimed::Won { checkpoint: checkpoint.map(Bytes::from) })
+            }
+            "met" => Ok(Claimed::Met(self.record()?)),
+            "locked" => Ok(Claimed::Met(unseen(claim))),
+            "owner lapsed" => Err(TierError::OwnerLapsed),
+            _ => self.unexpected(),
+        }
+    }
+
+    pub(super) fn landed(&self) -> Result<Landed, TierError> {
+        match self.word()? {
+            "done" => Ok(Landed::Done),
+            "lost" => Ok(Landed::Lost(self.found()?)),
+            _ => self.unexpected(),
+        }
+    }
+
+    /// The record that came back, if any.
+    pub(super) fn found(&self) -> Result<Option<Found>, TierError> {
+        if self.rows.is_empty() || self.cell::<Option<i16>>("state")?.is_none() {
+            return Ok(None);
+        }
+        self.record().map(Some)
+    }
+
+    fn record(&self) -> Result<Found, TierError> {
+        let scheme = exactly(self.cell("scheme")?)?;
+        let digest = exactly(self.cell("fingerprint")?)?;
+        let number = |column| Ok(self.cell::<i64>(column)?.cast_unsigned());
+        let micros = |column| Ok(Duration::from_micros(number(column)?));
+        Ok(Found {
+            fingerprint: Fingerprint::from_parts(Scheme::from_id(scheme), digest),
+            token: Token::new(number("owner")?, number("number")?),
+            state: match self.cell::<i16>("state")? {
+                0 => State::InFlight,
+                1 => State::Held,
+                2 => State::Completed(self.outcome()?),
+                3 => State::NotKept,
+                4 => State::Lapsed,
+                _ => return Err(damaged()),
+            },
+            age: micros("age")?,
+            remaining: micros("remaining")?,
+        })
+    }
+
+    fn outcome(&self) -> Result<Outcome, TierError> {
+        let status = u16::try_from(self.cell::<i32>("status")?).map_err(|_| damaged())?;
+        let (head, body): (Vec<u8>, Vec<u8>) = (self.cell("headers")?, self.cell("body")?);
+        let length = head.len();
+        let outcome = Outcome::from_parts(status, head.into(), body.into());
+        let lines = outcome.header_lines().map(|(name, value)| 6 + name.len() + value.len());
+        if lines.sum::<usize>() != length {
+            return Err(damaged());
+        }
+        Ok(outcome)
+    }
+
+    pub(super) fn recalls(&self) -> Result<Recalls, TierError> {
+        let now = self.cell::<i64>("point")?.cast_unsigned();
+        let part = |row: &PgRow, column| {
+            row.try_get::<Option<Vec<u8>>, _>(column).map_err(TierError::unusable)
+        };
+        let mut identities = Vec::new();
+        for row in &self.rows {
+            let parts = [part(row, "account")?, part(row, "endpoint")?, part(row, "key")?];
+            if let [Some(account), Some(endpoint), Some(key)] = parts {
+                identities.push([account, endpoint, key]);
+            }
+        }
+        Ok(Recalls { now, identities })
+    }
+}
+
+/// What a claim that ran into another open transaction is told: a record that cannot be seen, so
+/// with the claim's own fingerprint and the token of nobody.
+pub(super) fn unseen(claim: &NewClaim) -> Found {
+    Found {
+        fingerprint: claim.fingerprint,
+        token: Token::new(0, 0),
+        state: State::InFlight,
+        age: Duration::ZERO,
+        remaining: Duration::ZERO,
+    }
+}
+
+fn exactly<const N: usize>(bytes: Vec<u8>) -> Result<[u8; N], TierError> {
+    bytes.try_into().map_err(|_| damaged())
+}
+
+fn damaged() -> TierError {
+    TierError::unusable(
+        "a row of idempotency_keys holds what this program has not written: it was changed by \
+         hand, or by a newer version of Oncekey",
+    )
+}
+
+fn code(error: &sqlx::Error) -> Option<String> {
+    error.as_database_error()?.code().map(String::from)
+}
+
+/// Whether the server has undone the call because of what others did.
+fn is_refused(error: &sqlx::Error) -> bool {
+    matches!(code(error).as_deref(), Some("40001" | "40P01"))
+}
+
+/// Whether the call has waited too long for another transaction.
+pub(super) fn is_locked_out(error: &sqlx::Error) -> bool {
+    code(error).as_deref() == Some("55P03")
+}
+
+/// What an error of the driver means for the caller.
+pub(super) fn failed(error: sqlx::Error) -> TierError {
+    let advice = match code(&error).as_deref() {
+        Some("55P03") => {
+            return TierError::unavailable(format!(
+                "another transaction has the record in its hands for longer than the limit: {error}"
+            ));
+        }
+        Some("26000" | "42P05") => {
+            "a pooler hands connections on after each transaction: set `through_pooler`"
+        }
+        Some("42501") => "the role needs USAGE on the schema and all rights on its tables",
+        Some("3F000" | "42P01" | "42883" | "42704") => {
+            "the tables or functions are not there: they are made by `connect`"
+        }
+        Some("53100") => "the server's disk is full",
+        Some(code) if code.starts_with("28") || code == "3D000" => {
+            "the server does not let this role into this database"
+        }
+        Some(code) if ["0A", "22", "23", "42"].contains(&&code[..code.len().min(2)]) => {
+            "the server does not do what the schema asks of it"
+        }
+        Some(_) => return TierError::unavailable(error),
+        None => match &error {
+            sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed => {
+                return TierError::unavailable(error);
+            }
+            sqlx::Error::Configuration(_) | sqlx::Error::Tls(_) => "see the pool's settings",
+            sqlx::Error::Protocol(_) => return TierError::unavailable(error),
+            _ => "the driver could not read what came back",
+        },
+    };
+    TierError::unusable(format!("{advice}: {error}"))
+}
