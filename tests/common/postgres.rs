@@ -4,6 +4,9 @@
 //! test program, also if that dies. Where the programs are missing a test says so and passes; with
 //! `CI` set that is a failure.
 
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is for tests")]
+
 use std::{
     fs,
     io::Write as _,
