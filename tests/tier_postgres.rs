@@ -34,7 +34,7 @@ use sqlx::{
 
 /// The settings of a tier in a schema of its own, on a server that syncs nothing.
 fn tier_in(schema: &str) -> PostgresBuilder {
-    PostgresTier::builder().schema(schema).durability(Durability::Crash)
+    PostgresTier::builder().schema(schema).durability(Durability::KilledProcess)
 }
 
 async fn tier(schema: &str) -> Option<(PostgresTier, PgPool)> {

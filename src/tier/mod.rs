@@ -52,15 +52,17 @@
 mod circuit;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+#[cfg(any(feature = "embedded", feature = "postgres", feature = "sqlite"))]
+mod durability;
 #[cfg(feature = "embedded")]
 mod embedded;
 mod memory;
 #[cfg(feature = "postgres")]
 mod postgres;
 mod record;
-mod staged;
 #[cfg(feature = "redis")]
 mod redis;
+mod staged;
 mod stats;
 mod steps;
 pub(crate) mod through;
@@ -73,13 +75,15 @@ use bytes::Bytes;
 
 use crate::{Fingerprint, Identity, Outcome, Token};
 
-#[cfg(feature = "embedded")]
-pub use embedded::{Durability, EmbeddedBuilder, EmbeddedTier};
 #[cfg(feature = "redis")]
 pub use self::redis::{RedisDurability, RedisTier, RedisTierBuilder};
+#[cfg(any(feature = "embedded", feature = "postgres", feature = "sqlite"))]
+pub use durability::Durability;
+#[cfg(feature = "embedded")]
+pub use embedded::{EmbeddedBuilder, EmbeddedTier};
 pub use memory::MemoryTier;
 #[cfg(feature = "postgres")]
-pub use postgres::{Durability, PostgresBuilder, PostgresTier};
+pub use postgres::{PostgresBuilder, PostgresTier};
 pub use staged::{Completion, StageError, Staged, Transaction};
 pub use stats::TierStats;
 pub use tiered::{

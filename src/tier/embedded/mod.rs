@@ -51,7 +51,8 @@ use crate::{
     Clock, Identity, Outcome, Token,
     sync::{Arc, Mutex},
     tier::{
-        Answer, Claimed, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier, TierError,
+        Answer, Claimed, Durability, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier,
+        TierError,
         record::Record,
         steps::{self, At, Change, Owners},
         told::Told,
@@ -61,20 +62,6 @@ use crate::{
 use directory::Directory;
 use time::Time;
 use writer::{Queue, Step, Writer};
-
-/// What an acknowledged step survives (rule 11).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Durability {
-    /// A loss of power, and whatever ends the operating system: each batch is synced before its
-    /// steps are answered.
-    #[default]
-    PowerLoss,
-    /// The end of the process, `kill -9` included: each batch is handed to the operating system
-    /// before its steps are answered. After a loss of power the last steps may be missing; if it
-    /// has left the files damaged before their ends, opening refuses them.
-    KilledProcess,
-}
 
 /// A [`Tier`] in a directory that this process has for itself (feature `embedded`). All clones are
 /// one.

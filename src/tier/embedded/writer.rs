@@ -21,7 +21,7 @@ use fjall::{PersistMode, UserKey};
 use tokio::sync::oneshot;
 
 use super::{
-    Durability, Shared,
+    Shared,
     directory::{Directory, Stamp, failure},
     generations::Place,
 };
@@ -29,7 +29,7 @@ use crate::{
     Identity,
     sync::{Arc, Condvar, Mutex},
     tier::{
-        TierError,
+        Durability, TierError,
         record::Record,
         steps::{At, Change},
     },

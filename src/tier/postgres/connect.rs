@@ -7,26 +7,16 @@ use sqlx::{
 };
 
 use super::{PostgresTier, Shared, call, listen::Listener};
-use crate::{sync::Arc, tier::TierError};
+use crate::{
+    sync::Arc,
+    tier::{Durability, TierError},
+};
 
 /// The versions of the schema: the file of each is run once, in order.
 const VERSIONS: &[&str] = &[include_str!("1.sql")];
 
 /// The oldest server that has all that the schema names: numbers of transactions that do not wrap.
 const OLDEST: i64 = 130_000;
-
-/// What an acknowledged step survives (T2).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Durability {
-    /// A loss of power: the server runs with `fsync`, `full_page_writes` and
-    /// `synchronous_commit`, or [`PostgresBuilder::connect`] refuses it.
-    #[default]
-    PowerLoss,
-    /// The end of any process, the server's own included, but not of the machine: `fsync` and
-    /// `full_page_writes` may be off. For tests.
-    Crash,
-}
 
 /// The settings of a [`PostgresTier`], from [`PostgresTier::builder`].
 #[derive(Clone, Debug)]
@@ -175,7 +165,7 @@ impl PostgresBuilder {
                 .into()
         } else if self.durability == Durability::PowerLoss && !(is("fsync")? && is("pages")?) {
             "fsync or full_page_writes is off, so a loss of power loses or damages what was \
-             acknowledged: turn them on, or ask for Durability::Crash"
+             acknowledged: turn them on, or ask for Durability::KilledProcess"
                 .into()
         } else if self.inline && text("bytes")? != "hex" {
             "bytea_output is not hex: set it to hex for the role of this program".into()

@@ -13,7 +13,7 @@ use std::{fmt, future::Future, pin::Pin, time::Duration};
 use bytes::Bytes;
 use sqlx::{PgConnection, PgPool};
 
-pub use connect::{Durability, PostgresBuilder};
+pub use connect::PostgresBuilder;
 
 use crate::{
     Identity, Outcome, Token,
