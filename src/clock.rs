@@ -52,6 +52,10 @@ pub struct SystemClock {
 }
 
 impl SystemClock {
+    /// Whether all processes of the machine read the same time, until it is started anew.
+    #[cfg(feature = "sqlite")]
+    pub(crate) const IS_SHARED: bool = cfg!(target_os = "linux");
+
     /// A clock whose origin is now.
     pub fn new() -> Self {
         Self { origin: Instant::now() }
@@ -108,7 +112,7 @@ mod coarse {
 
 /// The time since 1970 by the wall clock, zero before. It steps when it is set: only a durable tier
 /// asks for it, once at its opening.
-#[cfg(feature = "embedded")]
+#[cfg(any(feature = "embedded", feature = "sqlite"))]
 pub(crate) fn wall() -> Duration {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
 }

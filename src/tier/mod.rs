@@ -62,6 +62,8 @@ mod postgres;
 mod record;
 #[cfg(feature = "redis")]
 mod redis;
+#[cfg(feature = "sqlite")]
+mod sqlite;
 mod staged;
 mod stats;
 mod steps;
@@ -84,6 +86,9 @@ pub use embedded::{EmbeddedBuilder, EmbeddedTier};
 pub use memory::MemoryTier;
 #[cfg(feature = "postgres")]
 pub use postgres::{PostgresBuilder, PostgresTier};
+pub use memory::MemoryTier;
+#[cfg(feature = "sqlite")]
+pub use sqlite::{SqliteTier, SqliteTierBuilder, SqliteTransaction};
 pub use staged::{Completion, StageError, Staged, Transaction};
 pub use stats::TierStats;
 pub use tiered::{

@@ -1,0 +1,3 @@
+DELETE FROM idempotency_keys WHERE rowid IN (
+    SELECT rowid FROM idempotency_keys WHERE expires <= ?1 ORDER BY expires LIMIT ?2
+)

@@ -1,0 +1,3 @@
+DELETE FROM idempotency_keys
+WHERE account = ?1 AND endpoint = ?2 AND key = ?3
+    AND owner = ?4 AND number = ?5 AND state IN (0, 1) AND expires > ?6
