@@ -86,7 +86,6 @@ pub use embedded::{EmbeddedBuilder, EmbeddedTier};
 pub use memory::MemoryTier;
 #[cfg(feature = "postgres")]
 pub use postgres::{PostgresBuilder, PostgresTier};
-pub use memory::MemoryTier;
 #[cfg(feature = "sqlite")]
 pub use sqlite::{SqliteTier, SqliteTierBuilder, SqliteTransaction};
 pub use staged::{Completion, StageError, Staged, Transaction};

@@ -1,6 +1,6 @@
 //! A server on a free port, and a client that writes bytes to a socket and reads what comes back
 //! line by line: what a test must see is not hidden by an HTTP library.
-#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is for tests")]
 
 #[path = "nginx.rs"]

@@ -303,8 +303,8 @@ impl Answered {
     fn record(&self) -> Result<Found, TierError> {
         let scheme = exactly(self.cell("scheme")?)?;
         let digest = exactly(self.cell("fingerprint")?)?;
-        let number = |column| Ok(self.cell::<i64>(column)?.cast_unsigned());
-        let micros = |column| Ok(Duration::from_micros(number(column)?));
+        let number = |column| Ok::<u64, TierError>(self.cell::<i64>(column)?.cast_unsigned());
+        let micros = |column| Ok::<Duration, TierError>(Duration::from_micros(number(column)?));
         Ok(Found {
             fingerprint: Fingerprint::from_parts(Scheme::from_id(scheme), digest),
             token: Token::new(number("owner")?, number("number")?),
