@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use bytes::Bytes;
 use oncekey::{
     Fingerprint, Scheme, Token,
     tier::{Claimed, Found, Landed, NewClaim, State, Tier as _, TierError},

@@ -4,8 +4,8 @@
 //! A fault is a few lines around the tier in memory. Where it takes two steps instead of one, it
 //! yields between them, so that others come in between without luck.
 //!
-//! Rules 6 and 11 are not among them, because the suite has no check for them: no caller of the verbs
-//! can hold a record in a transaction, or take the power away.
+//! Rules 6 and 11 are not among them, because the suite has no check for them: no caller of the
+//! verbs can hold a record in a transaction, or take the power away.
 #![cfg(feature = "conformance")]
 #![allow(unreachable_pub, reason = "this is a program")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]

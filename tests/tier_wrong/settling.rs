@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use bytes::Bytes;
 use oncekey::{
     Fingerprint, Outcome, Scheme, Token,
     tier::{Found, Landed, NewClaim, Resolved, State, Tier as _, TierError},
@@ -14,17 +13,22 @@ use crate::{
     tier::{Name, Wrong, as_text, cut, others_come_in},
 };
 
+fn rebuilt(
+    outcome: &Outcome,
+    status: u16,
+    value_of: fn(&[u8]) -> Vec<u8>,
+    body: Vec<u8>,
+) -> Outcome {
+    outcome
+        .header_lines()
+        .fold(Outcome::new(status), |new, (name, value)| new.header(name, value_of(value)))
+        .body(body)
+}
+
 impl Wrong {
     pub fn outcome(&self, outcome: Option<&Outcome>) -> Option<Outcome> {
         let outcome = outcome?;
-        let with = |status, head: &dyn Fn(Outcome, &[u8], &[u8]) -> Outcome, body: Bytes| {
-            let outcome_of_lines = outcome
-                .header_lines()
-                .fold(Outcome::new(status), |new, (name, value)| head(new, name, value));
-            Some(outcome_of_lines.body(body))
-        };
-        let as_it_is = |new: Outcome, name: &[u8], value: &[u8]| new.header(name, value);
-        let (status, body) = (outcome.status(), outcome.bytes().clone());
+        let (status, body) = (outcome.status(), outcome.bytes());
         match self.fault() {
             F::HeaderLinesMerged => {
                 let mut lines: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
@@ -37,15 +41,15 @@ impl Wrong {
                 let new = lines
                     .iter()
                     .fold(Outcome::new(status), |new, (name, value)| new.header(name, value));
-                Some(new.body(body))
+                Some(new.body(body.clone()))
             }
-            F::HeaderLinesAsText => {
-                with(status, &|new, name, value| new.header(name, as_text(value)), body)
-            }
-            F::BodyAsText => with(status, &as_it_is, as_text(&body).into()),
-            F::BodyCutAt64KiB => with(status, &as_it_is, cut(&body, 65_536).into()),
+            F::HeaderLinesAsText => Some(rebuilt(outcome, status, as_text, body.to_vec())),
+            F::BodyAsText => Some(rebuilt(outcome, status, <[u8]>::to_vec, as_text(body))),
+            F::BodyCutAt64KiB => Some(rebuilt(outcome, status, <[u8]>::to_vec, cut(body, 65_536))),
             F::EmptyBodyIsNotKept if body.is_empty() => None,
-            F::StatusOfThreeDigits => with(status.clamp(100, 999), &as_it_is, body),
+            F::StatusOfThreeDigits => {
+                Some(rebuilt(outcome, status.clamp(100, 999), <[u8]>::to_vec, body.to_vec()))
+            }
             _ => Some(outcome.clone()),
         }
     }

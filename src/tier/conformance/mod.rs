@@ -1,7 +1,7 @@
 //! Holds a tier against the [contract](super), rule by rule: for authors of tiers.
 //!
-//! A [`Host`] gives the suite handles of the tier and moves its time; [`check`] answers what the tier
-//! owes and did not do. A test is four lines, and the host a few more:
+//! A [`Host`] gives the suite handles of the tier and moves its time; [`check`] answers what the
+//! tier owes and did not do. A test is four lines, and the host a few more:
 //!
 //! ```
 //! use std::{future::Future, pin::Pin, sync::Arc, time::Duration};
@@ -39,25 +39,25 @@
 //!
 //! # What a run is like
 //!
-//! It makes 5,000 to 10,000 calls, one of them with an outcome of 1 MiB, and lets about 20 years pass.
-//! Its identities and owners are its own, so it can run again on records that an earlier run has left;
-//! but nobody else can use the tier meanwhile, because its time is moved. It is to be awaited in a tokio
-//! runtime whose timers are enabled and not paused, best in one of several threads, where calls that
-//! are made at once do overlap.
+//! It makes 7,000 to 10,000 calls, some with an outcome of 1 MiB, and lets 850 days pass. Its
+//! identities and owners are its own, so it can run again on records that an earlier run has left;
+//! but nobody else can use the tier meanwhile, because its time is moved. It is to be awaited in a
+//! tokio runtime whose timers are enabled and not paused, best in one of several threads, where
+//! calls that are made at once do overlap.
 //!
-//! Every answer is waited for at most as long as [`Host::patience`] says: a tier that hangs fails. So
-//! does one that panics. One that blocks its thread for good does block the run.
+//! Every answer is waited for at most as long as [`Host::patience`] says: a tier that hangs fails,
+//! and so does one that panics. One that blocks its thread for good blocks the run.
 //!
-//! The clock of the tier may go on by itself: spans in the checks lie hours apart, and ages may be
-//! ten minutes too high.
+//! The clock of the tier may go on by itself: spans in the checks lie hours apart, and an age may
+//! be ten minutes too high.
 //!
 //! # What it cannot see
 //!
 //! * Rule 6, waiting for the caller's own transaction: the verbs alone open none.
 //! * Rule 8, that time is read within the step. That all handles have one time is checked.
 //! * Rule 11: crashes, lost power, and settings that are less durable than was asked for.
-//! * Whether [`Tier::reap`] gives the room back. That it is bounded, ends, and takes no living record
-//!   is checked.
+//! * Whether [`Tier::reap`] gives the room back. That it is bounded, ends, and takes no living
+//!   record is checked.
 //! * Whether [`Tier::settled`] ever ends, because it need not. That it does no harm is checked.
 //!
 //! A tier has tests of its own for these.
@@ -84,8 +84,8 @@ pub trait Host: Send + Sync {
     fn node(&self) -> Pin<Box<dyn Future<Output = Arc<dyn Tier>> + Send + '_>>;
 
     /// Lets `by` pass for the tier, up to 400 days at once: for its records, its owners and what it
-    /// recalls. A server whose clock cannot be moved shifts their stamps back instead; no check needs
-    /// to sleep. No answer is waited for meanwhile.
+    /// recalls. A server whose clock cannot be moved shifts their stamps back instead; no check
+    /// needs to sleep. No answer is waited for meanwhile.
     fn advance(&self, by: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>>;
 
     /// Whether several processes can have the tier open at once. If not, it need not tell what was

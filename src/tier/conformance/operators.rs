@@ -206,8 +206,13 @@ pub(super) async fn other_nodes_are_told(p: Probe<'_>) -> Verdict {
     for (id, why) in &gone {
         tells(&other, &told, id, why)?;
     }
-    // To a node that did not ask meanwhile as well, and to the one that did it.
+    // To a node that did not ask meanwhile as well, and to the one that did it; also if others come
+    // after them.
     p.advance(MINUTE / 2).await?;
+    let late = p.id("late")?;
+    node.won_by(&late, &owner).await?;
+    node.forget(&late, true).await?;
+    gone.push((late.clone(), "forgotten later"));
     for node in [p.node(0), p.node(1), p.node(2)] {
         let again = node.recalls(Some(before.now)).await?;
         for (id, why) in &gone {
@@ -215,9 +220,6 @@ pub(super) async fn other_nodes_are_told(p: Probe<'_>) -> Verdict {
         }
     }
     // From the point that an answer names, the next one goes on.
-    let late = p.id("late")?;
-    node.won_by(&late, &owner).await?;
-    node.forget(&late, true).await?;
     tells(&other, &other.recalls(Some(told.now)).await?, &late, "forgotten later")
 }
 

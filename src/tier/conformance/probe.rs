@@ -495,7 +495,7 @@ impl Node {
         self.refused("take_over", self.tier.take_over(id.get(self.at)?, seen, claim)).await
     }
 
-    /// Fails unless `age` has passed and `remaining` is left, within what the clock moved by itself.
+    /// Fails unless `age` has passed and `remaining` is left, but for what the clock went on by.
     pub(super) fn times(&self, found: &Found, age: Duration, remaining: Duration) -> Verdict {
         self.aged(found, age)?;
         let left = found.remaining;
