@@ -39,6 +39,11 @@ const ONLY: &[(&str, &[&str], &str)] = &[
     ("ahash", &["index/mod.rs", "capacity.rs", "waiters/mod.rs"], "hashes are keyed"),
     ("sfv", &["header/field.rs"], "one room reads fields"),
     ("sha2", &["fingerprint.rs"], "one room makes fingerprints"),
+    (
+        "fjall",
+        &["tier/embedded/directory.rs", "tier/embedded/generations.rs", "tier/embedded/writer.rs"],
+        "the embedded tier has its engine for itself",
+    ),
     ("SystemTime", &["clock.rs"], "the wall clock ends no record in memory (case 74)"),
     ("thread::sleep", &[], "who waits, waits for an event"),
     (
@@ -133,7 +138,7 @@ fn faults(files: &[File]) -> BTreeSet<String> {
             }
         }
         for (what, places, why) in ONLY {
-            let anywhere = matches!(*what, "unsafe" | "SystemTime");
+            let anywhere = matches!(*what, "fjall" | "unsafe" | "SystemTime");
             if (anywhere || !file.is_outside())
                 && !places.contains(&path.as_str())
                 && names(&code, what)
@@ -280,6 +285,7 @@ fn a_fault_in_the_house_is_seen() {
         ("engine/mod.rs", "let now = std::time::Instant::now();"),
         ("engine/mod.rs", "use std::time::Instant; fn now() -> Instant { Instant::now() }"),
         ("http/owner.rs", "let now = std::time::SystemTime::now();"),
+        ("tier/through.rs", "use fjall::Database;"),
         ("waiters/mod.rs", "use dashmap::{DashMap, Entry};"),
         ("engine/mod.rs", "unsafe { std::hint::unreachable_unchecked() }"),
         ("http/body.rs", "let at = unsafe { at.add(1) };"),

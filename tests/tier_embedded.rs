@@ -12,7 +12,10 @@ use std::{
     os::unix::fs::MetadataExt,
     pin::Pin,
     process::Command,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Waker},
     time::Duration,
 };
@@ -224,6 +227,40 @@ async fn t1_many_steps_share_a_sync() {
 fn batches(dir: &Dir) -> u64 {
     let synced = fs::read(dir.records().join("synced")).unwrap();
     u64::from_be_bytes(*synced.first_chunk().unwrap())
+}
+
+/// Looks at what the threads of this process are at, while the tier works.
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[tokio::test]
+async fn t2_the_default_level_syncs() {
+    let _watchdog = watchdog();
+    // `fdatasync`, as the kernel numbers it.
+    let sync = if cfg!(target_arch = "x86_64") { "75 " } else { "83 " };
+    let dir = Dir::new();
+    let tier = dir.open();
+    tier.beat(1, LEASE).await.unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let over = Arc::clone(&is_over);
+    let looking = std::thread::spawn(move || {
+        let mut seen = false;
+        while !over.load(Ordering::Relaxed) && !seen {
+            for thread in fs::read_dir("/proc/self/task").unwrap() {
+                let thread = thread.unwrap().path();
+                // A thread may have ended since.
+                let name = fs::read_to_string(thread.join("comm")).unwrap_or_default();
+                let call = fs::read_to_string(thread.join("syscall")).unwrap_or_default();
+                seen |= name.starts_with("oncekey-embed") && call.starts_with(sync);
+            }
+        }
+        seen
+    });
+    let mut number = 0;
+    while number < 10_000 && !looking.is_finished() {
+        won(tier.claim(id(&number.to_string()), claim(1, number)).await);
+        number += 1;
+    }
+    is_over.store(true, Ordering::Relaxed);
+    assert!(looking.join().unwrap(), "the writer was not seen to sync in {number} batches");
 }
 
 #[tokio::test]
