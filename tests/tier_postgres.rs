@@ -270,13 +270,22 @@ async fn case_100_a_claim_that_waited_for_an_open_one_sees_what_became_of_it() {
     let Some((tier, pool)) = tier("case100").await else { return };
     tier.beat(1, LEASE).await.unwrap();
     let tier = tier_in("case100").lock_limit(LONG).connect(pool.clone()).await.unwrap();
-    for commits in [true, false] {
-        let key = format!("commits-{commits}");
+    for (commits, inside) in [(true, false), (false, false), (true, true), (false, true)] {
+        let key = format!("{commits}-{inside}");
         let mut transaction = pool.begin().await.unwrap();
         tier.claim_in(&mut transaction, id(&key), claim(1, 1, "a")).await.won();
         let second = tokio::spawn({
-            let (tier, key) = (tier.clone(), key.clone());
-            async move { tier.claim(id(&key), claim(1, 2, "b")).await }
+            let (tier, pool, key) = (tier.clone(), pool.clone(), key.clone());
+            async move {
+                if !inside {
+                    return tier.claim(id(&key), claim(1, 2, "b")).await;
+                }
+                // Where a failure would end the transaction, and nothing can be tried again.
+                let mut own = pool.begin().await.unwrap();
+                let claimed = tier.claim_in(&mut own, id(&key), claim(1, 2, "b")).await;
+                own.commit().await.unwrap();
+                claimed
+            }
         });
         until_blocked(&pool, "case100", 1).await;
         if commits {
@@ -483,6 +492,29 @@ async fn t10_a_heartbeat_waits_for_no_record() {
     // It beats again: nothing is taken over, although it had lapsed when the takeover began.
     let found = over.await.unwrap().met();
     assert_eq!((found.token, found.state), (token, State::InFlight));
+}
+
+/// Between the look at a lapsed owner and the commit of the takeover, that owner cannot come back.
+#[tokio::test]
+async fn t10_a_late_heartbeat_does_not_slip_into_a_takeover() {
+    let _watchdog = watchdog();
+    let Some((tier, pool)) = tier("slips").await else { return };
+    tier.beat(1, LEASE).await.unwrap();
+    tier.claim(id("key"), claim(1, 1, "a")).await.won();
+    advance(&pool, "slips", LEASE).await;
+    tier.beat(2, LEASE).await.unwrap();
+    let mut over = pool.begin().await.unwrap();
+    let take_over = "SELECT (slips.idempotency_take_over('acct', 'POST /charges', 'key', 1, 1, 2, \
+                     1, '12345678', '', 1000, 1000, 1000)).answer";
+    let row = sqlx::raw_sql(take_over).fetch_one(&mut *over).await.unwrap();
+    assert_eq!(row.get::<String, _>(0), "won");
+    let beat = tokio::spawn({
+        let tier = tier.clone();
+        async move { tier.beat(1, LEASE).await }
+    });
+    until_blocked(&pool, "slips", 1).await;
+    over.commit().await.unwrap();
+    beat.await.unwrap().unwrap();
 }
 
 /// The bytes of (R1), in a database whose collation takes "a" for "A".
