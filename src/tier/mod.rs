@@ -78,7 +78,7 @@ use bytes::Bytes;
 use crate::{Fingerprint, Identity, Outcome, Token};
 
 #[cfg(feature = "redis")]
-pub use self::redis::{RedisDurability, RedisTier, RedisTierBuilder};
+pub use self::redis::{RedisBuilder, RedisDurability, RedisTier};
 #[cfg(any(feature = "embedded", feature = "postgres", feature = "sqlite"))]
 pub use durability::Durability;
 #[cfg(feature = "embedded")]

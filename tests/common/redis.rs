@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-use oncekey::tier::{RedisTier, RedisTierBuilder, Tier, conformance::Host};
+use oncekey::tier::{RedisBuilder, RedisTier, Tier, conformance::Host};
 use redis::{aio::MultiplexedConnection, cmd, from_redis_value};
 
 /// Whether there is a server to start. If not, says so; with `CI` set that is a failure.
@@ -248,7 +248,7 @@ pub async fn replica_of(primary: &Server) -> Server {
 pub struct Redis {
     pub servers: Vec<Server>,
     is_cluster: bool,
-    pub builder: RedisTierBuilder,
+    pub builder: RedisBuilder,
 }
 
 impl Redis {
@@ -274,7 +274,7 @@ impl Redis {
 }
 
 /// A machine that is busy with others takes its time.
-pub fn patient() -> RedisTierBuilder {
+pub fn patient() -> RedisBuilder {
     RedisTier::builder().answer_within(Duration::from_secs(30))
 }
 

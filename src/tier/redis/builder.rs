@@ -22,15 +22,18 @@ use super::{
 use crate::tier::TierError;
 
 /// What an acknowledged step survives (rule 11 of the contract; T2, T7).
+///
+/// These are the levels that the server has. They are not those of other tiers: with `everysec` a server
+/// writes behind its answers too, so that a mere `kill -9` of it can cost a moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RedisDurability {
-    /// A loss of power: `appendonly yes` and `appendfsync always`. The server syncs a step before it
-    /// answers.
+    /// A loss of power: `appendonly yes`, `appendfsync always`, `no-appendfsync-on-rewrite no`. The
+    /// server syncs a step before it answers.
     #[default]
     PowerLoss,
-    /// A server that is killed or crashes; a loss of power costs what was acknowledged in the last
-    /// second or two: `appendonly yes` and `appendfsync everysec` or `always`.
+    /// A restart, but for what was acknowledged in the last two seconds before a crash of the server or
+    /// a loss of power: `appendonly yes`, `appendfsync everysec` or `always`.
     EverySecond,
     /// Whatever the server does; nothing is asked. For caches of what can be lost, and for servers
     /// that do not show their settings.
@@ -40,14 +43,14 @@ pub enum RedisDurability {
 /// The settings of a [`RedisTier`], made by [`RedisTier::builder`].
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until it connects"]
-pub struct RedisTierBuilder {
+pub struct RedisBuilder {
     prefix: String,
     durability: RedisDurability,
     replicas: usize,
     answer_within: Duration,
 }
 
-impl RedisTierBuilder {
+impl RedisBuilder {
     pub(super) fn new() -> Self {
         Self {
             prefix: "oncekey".to_owned(),

@@ -47,7 +47,7 @@ use super::{
 };
 use crate::{Identity, Outcome, Token};
 
-pub use self::builder::{RedisDurability, RedisTierBuilder};
+pub use self::builder::{RedisBuilder, RedisDurability};
 
 /// Into how many parts the records of a cluster are divided. All versions of this crate have the
 /// same number, because it decides where a record is.
@@ -65,7 +65,7 @@ const UNDER_WAY: Duration = Duration::from_secs(600);
 /// **What it cannot promise.** Redis replicates behind the answer. When a primary fails, its replica
 /// may take its place without the last steps that were acknowledged: a claim, and then a duplicate
 /// runs beside the first; or a completion, and then the claim lapses and is treated as such.
-/// [`replicas`](RedisTierBuilder::replicas) makes this rarer. What is noticed of it is counted:
+/// [`replicas`](RedisBuilder::replicas) makes this rarer. What is noticed of it is counted:
 /// [`vanished`](Self::vanished). Where a second run must be impossible, complete in the transaction of
 /// your own database. `docs/tiers/redis.md` says more.
 ///
@@ -95,15 +95,15 @@ struct Shared {
 
 impl RedisTier {
     /// The settings at their defaults.
-    pub fn builder() -> RedisTierBuilder {
-        RedisTierBuilder::new()
+    pub fn builder() -> RedisBuilder {
+        RedisBuilder::new()
     }
 
     /// Connects to a single server with all settings at their defaults.
     ///
     /// # Errors
     ///
-    /// As [`RedisTierBuilder::connect`].
+    /// As [`RedisBuilder::connect`].
     pub async fn connect(url: &str) -> Result<Self, TierError> {
         Self::builder().connect(url).await
     }
