@@ -11,18 +11,24 @@ use crate::tier::TierError;
 #[derive(Clone, Debug)]
 pub(super) struct Fault {
     lasts: bool,
+    is_lock: bool,
     text: String,
 }
 
 impl Fault {
     /// Trying again may help.
     pub(super) fn passing(text: impl Into<String>) -> Self {
-        Self { lasts: false, text: text.into() }
+        Self { lasts: false, is_lock: false, text: text.into() }
     }
 
     /// Trying again does not help.
     pub(super) fn lasting(text: impl Into<String>) -> Self {
-        Self { lasts: true, text: text.into() }
+        Self { lasts: true, is_lock: false, text: text.into() }
+    }
+
+    /// Whether somebody else had the lock, and nothing was done.
+    pub(super) fn is_lock(&self) -> bool {
+        self.is_lock
     }
 
     /// As `self`, with what was being done.
@@ -45,17 +51,19 @@ impl From<Fault> for TierError {
 
 impl From<sqlx::Error> for Fault {
     fn from(error: sqlx::Error) -> Self {
+        let code = match &error {
+            sqlx::Error::Database(database) => database.code().and_then(|code| code.parse().ok()),
+            _ => None,
+        };
         let (lasts, advice) = match &error {
-            sqlx::Error::Database(database) => {
-                let code = database.code().and_then(|code| code.parse::<u32>().ok());
-                of_code(code.unwrap_or(0))
-            }
+            sqlx::Error::Database(_) => of_code(code.unwrap_or(0)),
             sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_) => (true, DAMAGED),
             sqlx::Error::Configuration(_) => (true, "the pool's options are wrong"),
             sqlx::Error::WorkerCrashed => (false, "the connection is lost"),
             _ => (false, "the step failed"),
         };
-        Self { lasts, text: format!("{advice}: {error}") }
+        let is_lock = code.is_some_and(|code| code & 0xff == BUSY);
+        Self { lasts, is_lock, text: format!("{advice}: {error}") }
     }
 }
 
@@ -72,7 +80,7 @@ impl From<io::Error> for Fault {
                 | Kind::Unsupported
                 | Kind::InvalidData
         );
-        Self { lasts, text: error.to_string() }
+        Self { lasts, is_lock: false, text: error.to_string() }
     }
 }
 
@@ -81,7 +89,7 @@ const DAMAGED: &str = "the database is damaged: stop the service and restore a b
 /// Whether an error of a result code lasts, and what to do.
 fn of_code(code: u32) -> (bool, &'static str) {
     match code & 0xff {
-        5 if code == SNAPSHOT => (
+        BUSY if code == SNAPSHOT => (
             false,
             "another transaction has written since this one has read: begin it by `BEGIN IMMEDIATE`",
         ),
@@ -91,7 +99,7 @@ fn of_code(code: u32) -> (bool, &'static str) {
             "the database cannot be written: look at the rights of the file and its \
                               directory, and at the pool's options",
         ),
-        5 | 6 => (false, "another transaction has locked the database for too long"),
+        BUSY | 6 => (false, "another transaction has locked the database for too long"),
         11 | 26 => (true, DAMAGED),
         13 => (true, "the disk is full, or the database has reached its `max_page_count`"),
         14 => (
@@ -107,6 +115,8 @@ fn of_code(code: u32) -> (bool, &'static str) {
     }
 }
 
+/// `SQLITE_BUSY`.
+const BUSY: u32 = 5;
 /// `SQLITE_BUSY_SNAPSHOT`.
 const SNAPSHOT: u32 = 517;
 

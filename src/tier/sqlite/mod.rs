@@ -154,13 +154,15 @@ impl SqliteTierBuilder {
         open::use_wal(&mut connection).await?;
         let stamp = open::migrate(&mut connection).await?;
         let reader = open::connect_as_pool(&options).await?;
-        let durability = self.durability;
+        drop(connection);
+        let (durability, patience) = (self.durability, self.patience);
         let ground = Arc::new(self.ground(&path, stamp).await?);
         let (queue, steps) = tokio::sync::mpsc::unbounded_channel();
         let writer = Writer {
             ground: Arc::clone(&ground),
-            options: writing,
-            connection: Some(connection),
+            options: writing.busy_timeout(writer::TRY.min(patience)),
+            patience,
+            connection: None,
             stamped: 0,
         };
         let shared = Shared {

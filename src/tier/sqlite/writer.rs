@@ -11,16 +11,18 @@
 //!    own: one that does not fit takes no other with it. If a commit fails, nobody knows, and nothing
 //!    is done again.
 //! 4. After a failure the connection is opened anew: whatever state it was in ends with it.
-//! 5. Who finds the database locked for longer than the patience takes all that wait with it, so that
+//! 5. While others have the lock it is tried again and again: SQLite's own pauses get so long that
+//!    one who waits hardly ever finds the moment between two transactions of a busy process.
+//! 6. Who finds the database locked for longer than the patience takes all that wait with it, so that
 //!    nobody waits for the patience of others.
 
-use std::{future::Future, pin::Pin};
+use std::{future::Future, pin::Pin, time::Duration};
 
-use sqlx::{Connection, Sqlite, SqliteConnection, Transaction, sqlite::SqliteConnectOptions};
+use sqlx::{Connection, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::{mpsc::UnboundedReceiver, oneshot};
 
 use super::{fault::Fault, ground::Ground, open, rows::At};
-use crate::sync::Arc;
+use crate::{clock::Timer, sync::Arc};
 
 /// The most steps of one transaction: it bounds how long others wait for the lock.
 const GROUP: usize = 256;
@@ -42,6 +44,9 @@ pub(super) trait Waiting: Send {
     fn run<'s>(&'s mut self, at: &'s mut At<'_>) -> Running<'s, ()>;
     fn answer(self: Box<Self>, end: Result<(), Fault>);
 }
+
+/// How long SQLite itself waits for the lock: 1, 2, 5, 10 and 12 ms, so to say.
+pub(super) const TRY: Duration = Duration::from_millis(30);
 
 type Answer<S> = Result<<S as Step>::Answer, Fault>;
 
@@ -76,6 +81,8 @@ pub(super) fn call<S: Step>(step: S) -> (Box<dyn Waiting>, oneshot::Receiver<Ans
 pub(super) struct Writer {
     pub(super) ground: Arc<Ground>,
     pub(super) options: SqliteConnectOptions,
+    /// How long it waits for the lock.
+    pub(super) patience: Duration,
     /// None after a failure.
     pub(super) connection: Option<SqliteConnection>,
     /// The last time that was kept.
@@ -139,9 +146,9 @@ impl Writer {
 
     async fn one(&mut self, step: &mut Box<dyn Waiting>) -> Result<(), Fault> {
         let ground = Arc::clone(&self.ground);
-        let mut transaction = self.begin().await?;
-        step.run(&mut At { sql: &mut transaction, ground: &ground }).await?;
-        Ok(transaction.commit().await?)
+        let sql = self.begin().await?;
+        step.run(&mut At { sql, ground: &ground }).await?;
+        commit(sql).await
     }
 
     /// One transaction, for the first step and those that come while it runs.
@@ -151,13 +158,13 @@ impl Writer {
         queue: &mut UnboundedReceiver<Box<dyn Waiting>>,
     ) -> Done {
         let (ground, stamped) = (Arc::clone(&self.ground), self.stamped);
-        let mut transaction = match self.begin().await {
-            Ok(transaction) => transaction,
+        let sql = match self.begin().await {
+            Ok(sql) => sql,
             Err(fault) => return Done::None(fault),
         };
         let mut next = 0;
         while let Some(step) = group.get_mut(next) {
-            let at = &mut At { sql: &mut transaction, ground: &ground };
+            let at = &mut At { sql, ground: &ground };
             if let Err(fault) = step.run(at).await {
                 return Done::Undone(fault);
             }
@@ -170,24 +177,37 @@ impl Writer {
         }
         let now = ground.time.now();
         let stamps = now.saturating_sub(stamped) >= STAMP;
-        if stamps && let Err(fault) = stamp(&mut transaction, now).await {
+        if stamps && let Err(fault) = stamp(sql, now).await {
             return Done::Undone(fault);
         }
-        match transaction.commit().await {
-            Ok(()) if stamps => self.stamped = now,
-            Ok(()) => {}
-            Err(error) => return Done::Unknown(error.into()),
+        if let Err(fault) = commit(sql).await {
+            return Done::Unknown(fault);
+        }
+        if stamps {
+            self.stamped = now;
         }
         Done::All
     }
 
-    async fn begin(&mut self) -> Result<Transaction<'_, Sqlite>, Fault> {
-        let connection = match self.connection.take() {
+    async fn begin(&mut self) -> Result<&mut SqliteConnection, Fault> {
+        let mut connection = match self.connection.take() {
             Some(connection) => connection,
             None => open::connect(&self.options).await?,
         };
-        Ok(self.connection.insert(connection).begin_with("BEGIN IMMEDIATE").await?)
+        let waits = Timer::start();
+        while let Err(error) = sqlx::query("BEGIN IMMEDIATE").execute(&mut connection).await {
+            let fault = Fault::from(error);
+            if !fault.is_lock() || waits.elapsed() >= self.patience {
+                return Err(fault);
+            }
+        }
+        Ok(self.connection.insert(connection))
     }
+}
+
+async fn commit(connection: &mut SqliteConnection) -> Result<(), Fault> {
+    sqlx::query("COMMIT").execute(connection).await?;
+    Ok(())
 }
 
 /// What became of a group.
