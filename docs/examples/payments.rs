@@ -12,6 +12,7 @@
 //! - `payments/service.rs`: handlers that know nothing of retries, and the layers around them;
 //! - `payments/server.rs`: running the service, and stopping it without losing a charge;
 //! - `payments/promises.rs`: the client and its promises;
+//! - `payments/tiers.rs`: where keys and charges are kept, if not in memory alone;
 //! - `payments/arguments.rs`: the command line.
 //!
 //! The query of `POST /charges` is for experiments: `delay_ms=N` (the charge takes that long),
@@ -27,6 +28,8 @@ mod promises;
 mod server;
 #[path = "payments/service.rs"]
 mod service;
+#[path = "payments/tiers.rs"]
+mod tiers;
 
 use std::fmt;
 use std::io::{self, Write as _};

@@ -195,6 +195,19 @@ impl Claimed {
         }
     }
 
+    /// Whether a handler that ended without an answer has committed what it staged is found out in
+    /// the background. What is not in a tier comes back.
+    #[cfg(feature = "tier")]
+    pub(super) fn find_out(self, staged: Staged) -> Option<Self> {
+        match self {
+            Self::Tier(owned) => {
+                owned.find_out(staged.kept, staged.since);
+                None
+            }
+            memory @ Self::Memory(_) => Some(memory),
+        }
+    }
+
     /// Nothing was done, and nobody can wait for it. Lost means that somebody else has settled it.
     pub(super) fn give_up(self) {
         match self {

@@ -23,10 +23,10 @@ use crate::{
 /// feature `axum` an extractor. The transaction must be one of the database that the tier is in.
 ///
 /// ```text
-/// async fn charge(key: InTransaction, State(pool): State<PgPool>) -> Result<StatusCode, Error> {
+/// async fn charge(key: InTransaction, State((tier, pool)): ..) -> Result<StatusCode, Error> {
 ///     let mut tx = pool.begin().await?;
 ///     let id = insert_charge(&mut tx).await?;
-///     key.complete(&mut *tx, Outcome::new(201).body(id)).await?;
+///     key.complete(&mut tier.within(&mut tx), Outcome::new(201).body(id)).await?;
 ///     tx.commit().await?;
 ///     Ok(key.committed())             // the client gets the outcome
 /// }

@@ -283,6 +283,8 @@ where
     let _ = permit.attend();
     let config = Arc::clone(&asked.config);
     let mut owner = Owner {
+        #[cfg(feature = "tier")]
+        staging: None,
         claimed: None,
         slot: Some(slot),
         has_begun: false,
@@ -305,14 +307,16 @@ where
         };
         let token = claimed.token();
         #[cfg(feature = "tier")]
-        let staging = claimed.in_transaction(&caller, &policy);
+        {
+            owner.staging = claimed.in_transaction(&caller, &policy);
+        }
         owner.claimed = Some(claimed);
         owner.watch.owns(token);
         let Work { mut inner, mut parts, received } = work;
         parts.extensions.insert(Attempt { caller: Arc::clone(&caller), token });
         parts.extensions.insert(Acted);
         #[cfg(feature = "tier")]
-        if let Some(staging) = &staging {
+        if let Some(staging) = &owner.staging {
             parts.extensions.insert(staging.clone());
         }
         let Received { bytes, trailers } = received;
@@ -330,7 +334,7 @@ where
         owner.has_begun = true;
         let answered = inner.call(request).await;
         #[cfg(feature = "tier")]
-        if let Some(staged) = staging.and_then(|staging| staging.take()) {
+        if let Some(staged) = owner.staging.as_ref().and_then(|staging| staging.take()) {
             return owner.conclude(staged, answered, &config).await;
         }
         let ended = match answered {
@@ -352,6 +356,9 @@ where
 /// The permit of a task, which settles when dropped: released if nothing has begun, else by the
 /// setting of the store (R11).
 struct Owner {
+    /// What the handler may have staged in a transaction of its own.
+    #[cfg(feature = "tier")]
+    staging: Option<super::in_transaction::InTransaction>,
     /// `None` before the tier has let it in, and once settled.
     claimed: Option<Claimed>,
     /// Given back first (rule 3).
@@ -416,6 +423,16 @@ impl Drop for Owner {
             self.config.counters.panics.up();
         }
         let Some(claimed) = self.claimed.take() else { return };
+        #[cfg(feature = "tier")]
+        let claimed = match self.staging.as_ref().and_then(|staging| staging.take()) {
+            Some(staged) => claimed.find_out(staged),
+            None => Some(claimed),
+        };
+        #[cfg(feature = "tier")]
+        let Some(claimed) = claimed else {
+            self.watch.end(if is_panicking { Ending::Panicked } else { Ending::CutOff });
+            return;
+        };
         if !self.has_begun {
             claimed.give_up();
         }

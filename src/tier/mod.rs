@@ -85,7 +85,7 @@ pub use durability::Durability;
 pub use embedded::{EmbeddedBuilder, EmbeddedTier};
 pub use memory::MemoryTier;
 #[cfg(feature = "postgres")]
-pub use postgres::{PostgresBuilder, PostgresTier};
+pub use postgres::{PostgresBuilder, PostgresTier, PostgresTransaction};
 #[cfg(feature = "sqlite")]
 pub use sqlite::{SqliteTier, SqliteTierBuilder, SqliteTransaction};
 pub use staged::{Completion, StageError, Staged, Transaction};

@@ -451,7 +451,7 @@ impl TieredPermit {
     /// ```text
     /// let mut tx = pool.begin().await?;
     /// let charge = insert_charge(&mut tx).await?;
-    /// let staged = permit.complete_in(&mut *tx, outcome).await?;
+    /// let staged = permit.complete_in(&mut tier.within(&mut tx), outcome).await?;
     /// tx.commit().await?;
     /// staged.publish().await?;
     /// ```

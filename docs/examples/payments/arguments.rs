@@ -3,7 +3,9 @@
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::time::Duration;
 
-use oncekey::Abandon;
+use oncekey::{Abandon, Lapse};
+
+use crate::tiers::Place;
 
 pub(crate) const USAGE: &str = "\
 usage: payments                  make the calls of the promise, print them, exit 1 if one is broken
@@ -17,9 +19,17 @@ usage: payments                  make the calls of the promise, print them, exit
   --max-bytes N               how many bytes the store holds             (536870912, 512 MiB)
   --on-abandon hold|release   what becomes of the key of a charge that
                               panicked or was cut off                    (hold)
-  --drain-ms N                how long a stop waits for running charges  (25000)";
+  --on-lapse hold|takeover    what becomes of the key of a charge whose
+                              process died; needs a tier                 (hold)
+  --drain-ms N                how long a stop waits for running charges  (25000)
+  --tier PLACE                where keys are kept                        (memory)
+                              memory           until the process ends
+                              embedded:DIR     in a directory of its own
+                              sqlite:PATH      in a database file, with the charges
+                              postgres://...   on a server, with the charges
+                              redis://...      on a server";
 
-const FLAGS: [&str; 8] = [
+const FLAGS: [&str; 10] = [
     "--listen",
     "--wait-ms",
     "--retention-ms",
@@ -27,7 +37,9 @@ const FLAGS: [&str; 8] = [
     "--max-keys",
     "--max-bytes",
     "--on-abandon",
+    "--on-lapse",
     "--drain-ms",
+    "--tier",
 ];
 
 /// What the command line sets; what it leaves open is the default of the library.
@@ -39,6 +51,8 @@ pub(crate) struct Settings {
     pub(crate) max_keys: Option<usize>,
     pub(crate) max_bytes: Option<usize>,
     pub(crate) on_abandon: Option<Abandon>,
+    pub(crate) on_lapse: Lapse,
+    pub(crate) tier: Place,
     pub(crate) drain: Duration,
 }
 
@@ -58,6 +72,8 @@ impl Settings {
             max_keys: None,
             max_bytes: None,
             on_abandon: None,
+            on_lapse: Lapse::Hold,
+            tier: Place::Memory,
             // Less than the 30 s after which an orchestrator usually kills.
             drain: Duration::from_secs(25),
         }
@@ -87,6 +103,18 @@ impl Settings {
                     "release" => Abandon::Release,
                     _ => return Err(bad("hold or release")),
                 });
+            }
+            "--on-lapse" => {
+                self.on_lapse = match value {
+                    "hold" => Lapse::Hold,
+                    "takeover" => Lapse::TakeOver,
+                    _ => return Err(bad("hold or takeover")),
+                };
+            }
+            "--tier" => {
+                self.tier = value.parse().map_err(|()| {
+                    bad("memory, embedded:DIR, sqlite:PATH, postgres://.. or redis://..")
+                })?;
             }
             _ => return Err(format!("unknown flag {flag}")),
         }

@@ -16,7 +16,7 @@ use oncekey::Store;
 
 use crate::arguments::Settings;
 use crate::service::Payments;
-use crate::{Failure, say};
+use crate::{Failure, say, tiers};
 
 /// How long a stop waits, after the drain, for clients to take their answers.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
@@ -55,7 +55,8 @@ impl Running {
         })?;
         let address = listener.local_addr()?;
         let (close, closing) = watch::channel(false);
-        let payments = Payments::new(store, closing.clone());
+        let opened = tiers::open(store.clone(), &settings.tier, settings.on_lapse).await?;
+        let payments = Payments::new(store, opened, closing.clone());
 
         // HTTP/1.1 and HTTP/2 (with prior knowledge) on the same port.
         let listener = listener.tap_io(|connection| {

@@ -22,11 +22,15 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::sleep;
 
 use oncekey::Store;
-use oncekey::http::IdempotencyLayer;
+use oncekey::http::{Attempt, IdempotencyLayer};
+
+use crate::tiers::{Entry, Key, Opened};
 
 /// What the handlers share.
 pub(crate) struct Payments {
+    /// The store, or the memory in front of a tier.
     store: Store,
+    opened: Opened,
     /// How often the body of the handler ran, counted when the charge starts: a request refused
     /// for its body does not count, a charge whose client has left does.
     executions: AtomicU64,
@@ -79,10 +83,10 @@ enum Fault {
 }
 
 impl Payments {
-    pub(crate) fn new(store: Store, closing: watch::Receiver<bool>) -> Arc<Self> {
+    pub(crate) fn new(store: Store, opened: Opened, closing: watch::Receiver<bool>) -> Arc<Self> {
         let ledger = Mutex::new(Ledger::new());
         let (executions, paused) = (AtomicU64::new(0), Semaphore::new(0));
-        Arc::new(Self { store, executions, ledger, paused, closing })
+        Arc::new(Self { store, opened, executions, ledger, paused, closing })
     }
 
     /// `wait`: how long a duplicate waits for the first attempt; `None` leaves the default.
@@ -91,9 +95,10 @@ impl Payments {
     /// CORS, compression, tracing. Inside: limits on concurrency, rate and time, which then count
     /// work that really runs and not the duplicates that only wait for it.
     pub(crate) fn router(self: &Arc<Self>, wait: Option<Duration>) -> Router {
-        let mut once = IdempotencyLayer::new(self.store.clone(), |request: &request::Parts| {
-            request.extensions.get::<Account>().map(|account| account.0.clone())
-        });
+        let mut once =
+            IdempotencyLayer::new(self.opened.backing.clone(), |request: &request::Parts| {
+                request.extensions.get::<Account>().map(|account| account.0.clone())
+            });
         if let Some(limit) = wait {
             once = once.wait_limit(limit);
         }
@@ -160,6 +165,8 @@ fn bearer(headers: &HeaderMap) -> Option<Account> {
 async fn create_charge(
     State(payments): State<Arc<Payments>>,
     Extension(account): Extension<Account>,
+    attempt: Option<Attempt>,
+    key: Key,
     Query(query): Query<Vec<(String, String)>>,
     body: Bytes,
 ) -> Result<Response, Response> {
@@ -175,6 +182,22 @@ async fn create_charge(
         resumed.forget();
     }
     let charge = payments.ledger().enter(account, order);
+    let status = experiment.respond.unwrap_or(StatusCode::CREATED);
+    let entry = Entry {
+        id: charge.id.clone(),
+        account: String::from_utf8_lossy(&charge.account.0).into_owned(),
+        intent: attempt.map_or_else(String::new, |attempt| attempt.key().to_owned()),
+        amount_cents: charge.order.amount_cents,
+        currency: charge.order.currency.clone(),
+        answer: (status, format!("/charges/{}", charge.id), charge.to_json(experiment.body_bytes)),
+    };
+    // With a database: the row of the charge and the answer, in one transaction.
+    let committed = payments
+        .opened
+        .books
+        .enter(key, entry)
+        .await
+        .map_err(|error| (problem(StatusCode::SERVICE_UNAVAILABLE, &error)).into_response())?;
 
     match experiment.fault {
         #[expect(clippy::panic, reason = "asked for, to see what a retry is told afterwards")]
@@ -186,7 +209,9 @@ async fn create_charge(
         let status = experiment.respond.unwrap_or(StatusCode::OK);
         return Ok((status, endless(charge, payments.closing.clone())).into_response());
     }
-    let status = experiment.respond.unwrap_or(StatusCode::CREATED);
+    if let Some(status) = committed {
+        return Ok(status.into_response()); // the layer answers with what was committed
+    }
     let location = [(header::LOCATION, format!("/charges/{}", charge.id))];
     if matches!(status.as_u16(), 204 | 205 | 304) {
         return Ok((status, location).into_response()); // HTTP gives these no body
@@ -201,6 +226,14 @@ async fn read_charge(
     Extension(account): Extension<Account>,
     Path(id): Path<String>,
 ) -> Response {
+    match payments.opened.books.find(&id).await {
+        Ok(None) => {}
+        Ok(Some((owner, json))) if owner.as_bytes() == account.0 => {
+            return ([(header::CONTENT_TYPE, "application/json")], json).into_response();
+        }
+        Ok(Some(_)) => return problem(StatusCode::NOT_FOUND, "no such charge"),
+        Err(error) => return problem(StatusCode::SERVICE_UNAVAILABLE, &error),
+    }
     match payments.ledger().charges.get(&id) {
         Some(charge) if charge.account == account => {
             let json = [(header::CONTENT_TYPE, "application/json")];
@@ -230,7 +263,28 @@ async fn stats(State(payments): State<Arc<Payments>>) -> Response {
         won replays replays_not_kept met_in_flight met_held mismatches
         refused_full refused_account refused_draining refused_waiters
         completed not_kept not_kept_no_room released handed_over held abandoned
-        lapsed taken_over lost double_runs expired forgotten resolved sweep_panics
+        lapsed taken_over lost double_runs expired evicted forgotten resolved sweep_panics
+    }
+    #[cfg(feature = "tier")]
+    if let Some(tiered) = &payments.opened.tiered {
+        let tier = tiered.stats();
+        body += &format!(
+            concat!(
+                ",\"tier\":{{\"unwritten\":{},\"is_cut_off\":{},\"claims\":{},\"taken_over\":{},",
+                "\"read_through\":{},\"failed\":{},\"late\":{},\"given_up\":{},\"lost\":{},",
+                "\"double_runs\":{}}}"
+            ),
+            tier.unwritten,
+            tier.is_cut_off,
+            tier.claims,
+            tier.taken_over,
+            tier.read_through,
+            tier.failed,
+            tier.late,
+            tier.given_up,
+            tier.lost,
+            tier.double_runs,
+        );
     }
     body.push('}');
     ([(header::CONTENT_TYPE, "application/json")], body).into_response()

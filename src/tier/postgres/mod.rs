@@ -19,7 +19,8 @@ use crate::{
     Identity, Outcome, Token,
     sync::Arc,
     tier::{
-        Answer, Claimed, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier, TierError,
+        Answer, Claimed, Completion, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier,
+        TierError, Transaction,
     },
 };
 use call::{Answered, Call, Kept, Writer};
@@ -101,6 +102,12 @@ impl PostgresTier {
         PostgresBuilder::default()
     }
 
+    /// A transaction of the caller's own on this tier's database, for
+    /// [`TieredPermit::complete_in`](crate::tier::TieredPermit::complete_in).
+    pub fn within<'a>(&'a self, transaction: &'a mut PgConnection) -> PostgresTransaction<'a> {
+        PostgresTransaction { tier: self, connection: transaction }
+    }
+
     /// [`Tier::complete`] in a transaction of the caller's own: the outcome becomes visible when
     /// that commits, and not at all if it is rolled back.
     ///
@@ -179,6 +186,20 @@ impl fmt::Debug for PostgresTier {
             .field("writer", writer)
             .field("listener", listener)
             .finish_non_exhaustive()
+    }
+}
+
+/// A [`Transaction`] of a user's own, on the database of a tier. Made by [`PostgresTier::within`].
+#[derive(Debug)]
+pub struct PostgresTransaction<'a> {
+    tier: &'a PostgresTier,
+    connection: &'a mut PgConnection,
+}
+
+impl Transaction for PostgresTransaction<'_> {
+    fn complete<'a>(&'a mut self, completion: Completion<'a>) -> Answer<'a, Landed> {
+        let Completion { id, token, outcome, retention } = completion;
+        Box::pin(self.tier.complete_in(self.connection, id, token, outcome, retention))
     }
 }
 
