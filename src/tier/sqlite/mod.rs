@@ -154,7 +154,8 @@ impl SqliteTierBuilder {
         open::use_wal(&mut connection).await?;
         let stamp = open::migrate(&mut connection).await?;
         let reader = open::connect_as_pool(&options).await?;
-        drop(connection);
+        // Waited for: as the last one it writes the log back, and nobody can write meanwhile.
+        connection.close().await?;
         let (durability, patience) = (self.durability, self.patience);
         let ground = Arc::new(self.ground(&path, stamp).await?);
         let (queue, steps) = tokio::sync::mpsc::unbounded_channel();
