@@ -16,8 +16,11 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::{Claimed, Found, NewClaim, State};
-use crate::{DecodeError, Fingerprint, Outcome, Scheme, Token};
+#[cfg(feature = "embedded")]
+use crate::{DecodeError, Scheme};
+use crate::{Fingerprint, Outcome, Token};
 
+#[cfg(feature = "embedded")]
 /// The version that is written. Others are refused.
 const VERSION: u8 = 1;
 
@@ -124,6 +127,7 @@ impl Record {
         }
     }
 
+    #[cfg(feature = "embedded")]
     /// About as many bytes as [`to_bytes`](Self::to_bytes) makes.
     pub(crate) fn size(&self) -> usize {
         let outcome = match &self.kind {
@@ -133,6 +137,7 @@ impl Record {
         96 + self.checkpoint.as_ref().map_or(0, Bytes::len) + outcome
     }
 
+    #[cfg(feature = "embedded")]
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let (kind, outcome) = match &self.kind {
             Kind::InFlight => (0, None),
@@ -159,6 +164,7 @@ impl Record {
         bytes
     }
 
+    #[cfg(feature = "embedded")]
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
         match bytes.first() {
             Some(&VERSION) => Self::read(&bytes[1..]).ok_or(DecodeError::Damaged),
@@ -167,6 +173,7 @@ impl Record {
         }
     }
 
+    #[cfg(feature = "embedded")]
     fn read(mut bytes: &[u8]) -> Option<Self> {
         let [kind] = *take::<1>(&mut bytes)?;
         let mut number = || Some(u64::from_be_bytes(*take::<8>(&mut bytes)?));
@@ -194,6 +201,7 @@ impl Record {
     }
 }
 
+#[cfg(feature = "embedded")]
 fn take<'a, const N: usize>(bytes: &mut &'a [u8]) -> Option<&'a [u8; N]> {
     let (taken, rest) = bytes.split_first_chunk()?;
     *bytes = rest;

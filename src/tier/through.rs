@@ -739,6 +739,7 @@ impl Owned {
     }
 
     /// Gives the identity up without waiting for the tier: nothing was done.
+    #[cfg(feature = "http")]
     pub(crate) fn give_up(mut self) {
         let Some(permit) = self.permit.take() else { return };
         if self.is_in_tier {
