@@ -343,16 +343,17 @@ async fn r22_a_record_that_moves_between_generations_is_there_once() {
         won(tier.claim(id("moving"), new).await);
         done(tier.hold(id("moving"), token, life).await);
         clock.advance(life - SECOND);
+        tier.reap(1).await.unwrap();
         let found = found(&tier, "moving").await.unwrap();
         assert_eq!((found.state, found.token, found.remaining), (State::Held, token, SECOND));
         let kept = outcome("moving", minutes as usize);
         done(tier.complete(id("moving"), token, Some(&kept), life).await);
         clock.advance(life - SECOND);
+        tier.reap(1).await.unwrap();
         assert_eq!(state(&tier, "moving").await, Some(State::Completed(kept)));
         if number % 2 == 0 {
             assert_eq!(tier.forget(id("moving"), false).await.unwrap(), Forgotten::Gone);
         }
-        tier.reap(1).await.unwrap();
         clock.advance(SECOND);
         assert_eq!(state(&tier, "moving").await, None, "after {minutes} minutes");
     }
@@ -361,7 +362,8 @@ async fn r22_a_record_that_moves_between_generations_is_there_once() {
 /// The room that the files take on the disk, without the journals.
 fn tables(dir: &Dir) -> u64 {
     let tables = files(&dir.records().join("keyspaces"));
-    tables.iter().map(|file| fs::metadata(file).unwrap().blocks() * 512).sum()
+    // The engine may have dropped one since.
+    tables.iter().flat_map(fs::metadata).map(|file| file.blocks() * 512).sum()
 }
 
 #[tokio::test]

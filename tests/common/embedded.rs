@@ -89,10 +89,11 @@ pub fn files(path: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut left = vec![path.to_owned()];
     while let Some(next) = left.pop() {
-        if next.is_dir() {
-            left.extend(fs::read_dir(next).unwrap().map(|entry| entry.unwrap().path()));
-        } else {
-            files.push(next);
+        match fs::read_dir(&next) {
+            Ok(inside) => left.extend(inside.map(|entry| entry.unwrap().path())),
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => files.push(next),
+            // The engine has dropped it since.
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::NotFound),
         }
     }
     files.sort();
