@@ -34,7 +34,7 @@ struct Node {
 
 /// A node on `tier` whose handler waits at `gate` and says which run of all nodes it is.
 async fn node(tier: &MemoryTier, runs: &Runs, gate: &Gate, store: Store) -> Node {
-    let wire = Wire::to(tier.clone());
+    let wire = Wire::to(std::sync::Arc::new(tier.clone()));
     let builder = Tiered::builder(store).poll_every(Duration::from_millis(5));
     let builder = builder.answer_within(LONG);
     let tiered = builder.open(wire.clone(), Lapse::TakeOver).await.unwrap();

@@ -11,6 +11,7 @@ mod tiers;
 
 use std::{
     future::Future,
+    sync::Arc,
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -91,7 +92,7 @@ impl Expected for Result<TieredClaim, TieredError> {
 
 /// A way to a tier of its own, on tokio's clock.
 fn wire() -> Wire {
-    Wire::to(MemoryTier::with_clock(clock()))
+    Wire::to(Arc::new(MemoryTier::with_clock(clock())))
 }
 
 async fn state(tier: &Wire, key: &str) -> Option<State> {
@@ -575,7 +576,8 @@ async fn r25_completed_records_leave_memory_for_new_ones_and_are_replayed_from_t
 
 #[tokio::test(start_paused = true)]
 async fn r26_memory_that_was_evicted_is_given_back() {
-    let tier = wire();
+    let memory = MemoryTier::with_clock(clock());
+    let tier = Wire::to(Arc::new(memory.clone()));
     let small = store(|it| it.max_bytes(1 << 20));
     let node = Tiered::open(small, tier.clone(), Lapse::Hold).await.unwrap();
     for n in 0..3_000 {
@@ -587,7 +589,7 @@ async fn r26_memory_that_was_evicted_is_given_back() {
     advance(DAY + LEASE).await;
     node.store().sweep();
     assert_eq!(node.store().stats().keys, 0);
-    until("the tier is reaped", async || tier.tier.is_empty()).await;
+    until("the tier is reaped", async || memory.is_empty()).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -14,8 +14,8 @@ use bytes::Bytes;
 use oncekey::{
     Identity, Outcome, Token,
     tier::{
-        Answer, Claimed, Completion, Forgotten, Found, Landed, MemoryTier, NewClaim, Recalls,
-        Resolved, Tier, TierError, Transaction,
+        Answer, Claimed, Completion, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier,
+        TierError, Transaction,
     },
 };
 
@@ -35,7 +35,7 @@ pub enum Weather {
 /// The way to a tier that others use too: it counts, and it can be cut.
 #[derive(Clone, Debug)]
 pub struct Wire {
-    pub tier: MemoryTier,
+    pub tier: Arc<dyn Tier>,
     weather: Arc<Mutex<Weather>>,
     /// Heartbeats only.
     pub beats: Arc<Mutex<Weather>>,
@@ -90,7 +90,7 @@ pub const OTHERS: usize = 4;
 
 impl Wire {
     /// Another way to the same tier.
-    pub fn to(tier: MemoryTier) -> Self {
+    pub fn to(tier: Arc<dyn Tier>) -> Self {
         Self {
             tier,
             weather: Arc::default(),
