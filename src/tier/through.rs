@@ -237,11 +237,6 @@ impl Through {
         let permit = Some(permit);
         let mut entering =
             Entering { through: self, frame: &frame, token, permit, was_asked: false };
-        if self.alive_for().is_zero()
-            && let Err(error) = self.beat().await
-        {
-            return self.shut_out(entering, error);
-        }
         let claim = |token| NewClaim {
             token,
             fingerprint: own,
