@@ -20,8 +20,8 @@ use bytes::Bytes;
 use oncekey::{
     Abandon, Clock, Fingerprint, Identity, Lapse, Outcome, Store, StoreBuilder, Sweep, Token,
     tier::{
-        Claimed, Forgotten, Landed, MemoryTier, NewClaim, Resolved, StageError, State, Tier,
-        Tiered, TieredClaim, TieredError, TieredPermit, TieredSettled,
+        Claimed, Forgotten, Landed, MemoryTier, NewClaim, Resolved, StageError, State, Tiered,
+        TieredClaim, TieredError, TieredPermit, TieredSettled,
     },
 };
 use tokio::time::{Instant, advance, sleep, timeout};
@@ -355,15 +355,13 @@ async fn t8_a_claim_that_is_dropped_at_any_await_is_given_up() {
             assert!(times >= 3, "there were awaits to be dropped at: {times}");
         }
         let next = timeout(LEASE, async {
-            loop {
-                match node.claim(&id("k"), same()).await.unwrap() {
-                    TieredClaim::Won(permit) => return permit,
-                    TieredClaim::InFlight(pending) => match pending.wait().await.unwrap() {
-                        TieredSettled::Yours(permit) => return permit,
-                        other => panic!("{other:?}"),
-                    },
+            match node.claim(&id("k"), same()).await.unwrap() {
+                TieredClaim::Won(permit) => permit,
+                TieredClaim::InFlight(pending) => match pending.wait().await.unwrap() {
+                    TieredSettled::Yours(permit) => permit,
                     other => panic!("{other:?}"),
-                }
+                },
+                other => panic!("{other:?}"),
             }
         });
         next.await

@@ -990,6 +990,76 @@ fn loom_reaping_against_replay() {
     );
 }
 
+impl World {
+    /// Takes out all that a tier still has.
+    fn evict(&self) {
+        self.engine.evicts.store(true, Relaxed);
+        assert!(!self.engine.evict_until(|| false, &self.engine.pin()));
+    }
+}
+
+#[test]
+fn loom_eviction_against_replay() {
+    roles(
+        3,
+        Lapse::TakeOver,
+        |world| {
+            world.fill("a");
+            Vec::new()
+        },
+        |world, _| world.evict(),
+        |world| match world.observe("a") {
+            None => {}
+            Some(Met::Replay(answer)) => assert_eq!(body(&answer.outcome), b"filled"),
+            _ => panic!("neither gone nor whole"),
+        },
+        |world, (), ()| {
+            assert!(world.observe("a").is_none());
+            assert_eq!(world.engine.room.used().0, 0);
+        },
+    );
+}
+
+#[test]
+fn loom_eviction_against_completion() {
+    // It leaves whole or not at all, and its room with it.
+    roles(
+        3,
+        Lapse::TakeOver,
+        |world| vec![world.win("a")],
+        |world, owned| assert!(world.complete(&owned[0], "done")),
+        |world| world.evict(),
+        |world, (), ()| {
+            let is_there = match world.observe("a") {
+                None => false,
+                Some(Met::Replay(answer)) => body(&answer.outcome) == b"done",
+                _ => panic!("neither gone nor whole"),
+            };
+            assert_eq!(world.engine.room.used().0, usize::from(is_there));
+            assert_eq!(world.engine.in_flight(), 0);
+        },
+    );
+}
+
+#[test]
+fn loom_eviction_against_forget() {
+    // One of them gives the record's room back.
+    roles(
+        3,
+        Lapse::TakeOver,
+        |world| {
+            world.fill("a");
+            vec![world.win("b")]
+        },
+        |world, _| drop(world.engine.forget(&frame("a"), false)),
+        |world| world.evict(),
+        |world, (), ()| {
+            assert!(world.observe("a").is_none());
+            assert_eq!(world.engine.room.used().0, 1, "b is in flight");
+        },
+    );
+}
+
 #[test]
 fn loom_drain_against_claims() {
     roles(
