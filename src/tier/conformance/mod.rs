@@ -39,7 +39,7 @@
 //!
 //! # What a run is like
 //!
-//! It makes 7,000 to 10,000 calls, some with an outcome of 1 MiB, and lets 850 days pass. Its
+//! It makes about 7,000 calls, some with an outcome of 1 MiB, and lets 850 days pass. Its
 //! identities and owners are its own, so it can run again on records that an earlier run has left;
 //! but nobody else can use the tier meanwhile, because its time is moved. It is to be awaited in a
 //! tokio runtime whose timers are enabled and not paused, best in one of several threads, where

@@ -1,6 +1,6 @@
 //! Steps that meet: one of them is first, and the other one sees what it has left.
 
-use std::{future::Future, pin::Pin};
+use std::{future::Future, pin::Pin, time::Duration};
 
 use tokio::{sync::Barrier, task::JoinSet};
 
@@ -213,13 +213,20 @@ async fn claims_until_owned(
     first: Token,
 ) -> Result<Option<NewClaim>, Failure> {
     let until_owned = async {
-        loop {
+        for attempt in 0_u64.. {
             match node.claim(&id, claim).await? {
                 Claimed::Won { .. } => return Ok(Some(claim)),
-                Claimed::Met(found) if found.token != first => return Ok(None),
-                Claimed::Met(_) => tokio::task::yield_now().await,
+                Claimed::Met(found) if found.token != first => break,
+                // Close upon each other at first; then as those who wait do, who leave it room.
+                Claimed::Met(_) if attempt < 3 => tokio::task::yield_now().await,
+                Claimed::Met(_) => {
+                    let settled = node.tier().settled(id.get(node.at)?);
+                    let pause = Duration::from_millis(attempt.min(20));
+                    let _ = tokio::time::timeout(pause, settled).await;
+                }
             }
         }
+        Ok(None)
     };
     match tokio::time::timeout(node.patience, until_owned).await {
         Ok(owned) => owned,
