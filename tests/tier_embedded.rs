@@ -17,7 +17,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Waker},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use bytes::Bytes;
@@ -323,9 +323,15 @@ async fn r23_time_goes_on_across_openings_and_never_back() {
     drop(tier);
     let tier = dir.open();
     tier.beat(1, LEASE).await.unwrap();
-    won(tier.claim(id("today"), claim(1, 4)).await);
-    let age = found(&tier, "today").await.unwrap().age;
-    assert!(age < HOUR, "{age:?}");
+    run(&tier, "today", Token::new(1, 4), &outcome("today", 10)).await;
+    drop(tier);
+    let clock = ManualClock::new();
+    clock.advance(SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap());
+    let tier = dir.builder().clock(clock.clone()).open().unwrap();
+    let remaining = found(&tier, "today").await.unwrap().remaining;
+    assert!(remaining > DAY - HOUR && remaining < DAY + HOUR, "{remaining:?}");
+    clock.advance(DAY + SECOND);
+    assert_eq!(found(&tier, "today").await, None);
 }
 
 #[tokio::test]
@@ -464,6 +470,8 @@ async fn t2_a_full_disk_is_an_error_and_loses_nothing_that_was_acknowledged() {
         assert_eq!(state(&tier, "0").await, Some(State::Completed(kept[0].1.clone())));
         let again = tier.claim(id("again"), claim(1, 1 << 40)).await;
         assert!(matches!(again, Err(TierError::Unusable(_))), "{again:?}");
+        let text = again.unwrap_err().to_string();
+        assert!(text.contains("full") && text.contains("open it again"), "{text}");
         drop(tier);
         mount.remount("size=96m");
         let tier = open().unwrap();
@@ -472,6 +480,45 @@ async fn t2_a_full_disk_is_an_error_and_loses_nothing_that_was_acknowledged() {
         }
         tier.beat(1, LEASE).await.unwrap();
         won(tier.claim(id("again"), claim(1, 1 << 40)).await);
+    }
+}
+
+/// The engine's threads give up, while the journal could still be written.
+#[tokio::test]
+async fn t2_tables_that_cannot_be_written_are_an_error_and_no_wait_for_ever() {
+    let _watchdog = watchdog();
+    let dir = Dir::new();
+    let open = || dir.builder().durability(Durability::KilledProcess).buffer(64 << 10).open();
+    let tier = open().unwrap();
+    tier.beat(1, LEASE).await.unwrap();
+    run(&tier, "first", Token::new(1, 0), &outcome("first", 10)).await;
+    for keyspace in fs::read_dir(dir.records().join("keyspaces")).unwrap() {
+        let tables = keyspace.unwrap().path().join("tables");
+        fs::rename(&tables, tables.with_extension("away")).unwrap();
+        fs::write(&tables, "no directory").unwrap();
+    }
+    let mut kept = 0;
+    let error = loop {
+        let key = format!("{kept}");
+        let token = Token::new(1, 1 + kept);
+        let claimed = tier.claim(id(&key), NewClaim { token, ..claim(0, 0) }).await;
+        let Ok(Claimed::Won { .. }) = claimed else { break claimed.unwrap_err() };
+        match tier.complete(id(&key), token, Some(&outcome(&key, 5_000)), DAY).await {
+            Ok(landed) => assert_eq!(landed, Landed::Done),
+            Err(error) => break error,
+        }
+        kept += 1;
+    };
+    assert!(matches!(error, TierError::Unusable(_)), "{error:?}");
+    drop(tier);
+    for keyspace in fs::read_dir(dir.records().join("keyspaces")).unwrap() {
+        let tables = keyspace.unwrap().path().join("tables");
+        fs::remove_file(&tables).unwrap();
+        fs::rename(tables.with_extension("away"), &tables).unwrap();
+    }
+    let tier = open().unwrap();
+    for key in (0..kept).map(|number| format!("{number}")) {
+        assert_eq!(state(&tier, &key).await, Some(State::Completed(outcome(&key, 5_000))), "{key}");
     }
 }
 
