@@ -7,12 +7,10 @@ mod common;
 mod postgres;
 
 use std::{
+    collections::HashMap,
     future::Future,
     pin::Pin,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -942,7 +940,8 @@ async fn t2_processes_that_start_at_once_make_the_tables_once() {
 async fn t7_a_killed_server_has_all_that_it_acknowledged() {
     let _watchdog = watchdog();
     let Some(server) = Server::start(&[]) else { return };
-    let acknowledged = Arc::<Mutex<Vec<(String, Token, Option<Outcome>)>>>::default();
+    type Acknowledged = HashMap<String, (Token, Option<Outcome>)>;
+    let acknowledged = Arc::<Mutex<Acknowledged>>::default();
     for round in 0..4_u64 {
         // While the server is away, the driver tries to reach it for so long.
         let pool = PgPoolOptions::new().acquire_timeout(SECOND).max_connections(8);
@@ -960,31 +959,65 @@ async fn t7_a_killed_server_has_all_that_it_acknowledged() {
         while count(&pool, marked).await == 0 {
             tokio::time::sleep(MS).await;
         }
-        let done = Arc::new(AtomicUsize::new(0));
-        let load: Vec<_> = (0..8_u64)
-            .map(|task| {
-                let (tier, done) = (tier.clone(), Arc::clone(&done));
-                let acknowledged = Arc::clone(&acknowledged);
-                tokio::spawn(async move {
-                    for number in 0.. {
-                        let key = format!("{round}-{task}-{number}");
-                        let token = Token::new(round + 1, number * 8 + task);
-                        let claim = NewClaim { token, ..claim(0, 0, &key) };
-                        let Ok(Claimed::Won { .. }) = tier.claim(id(&key), claim).await else {
-                            return;
-                        };
-                        acknowledged.lock().unwrap().push((key.clone(), token, None));
-                        let answer = outcome(&key);
-                        let landed = tier.complete(id(&key), token, Some(&answer), DAY).await;
-                        let Ok(landed) = landed else { return };
-                        assert_eq!(landed, Landed::Done);
-                        acknowledged.lock().unwrap().push((key, token, Some(answer)));
-                        done.fetch_add(1, Ordering::SeqCst);
-                    }
+        // One kind of step at a time: another that waits for its own commit would take those of
+        // steps that do not along.
+        let claims = |each: u64| -> Vec<_> {
+            (0..8)
+                .map(|task| {
+                    let (tier, acknowledged) = (tier.clone(), Arc::clone(&acknowledged));
+                    tokio::spawn(async move {
+                        for number in 0..each {
+                            let key = format!("{round}-{task}-{number}");
+                            let token = Token::new(round + 1, number * 8 + task);
+                            let claim = NewClaim { token, ..claim(0, 0, &key) };
+                            let Ok(Claimed::Won { .. }) = tier.claim(id(&key), claim).await else {
+                                return;
+                            };
+                            acknowledged.lock().unwrap().insert(key, (token, None));
+                        }
+                    })
                 })
-            })
-            .collect();
-        while done.load(Ordering::SeqCst) < 100 {
+                .collect()
+        };
+        let load = if round % 2 == 0 {
+            claims(u64::MAX >> 8)
+        } else {
+            for task in claims(50) {
+                task.await.unwrap();
+            }
+            let claimed: Vec<_> = acknowledged
+                .lock()
+                .unwrap()
+                .iter()
+                .filter(|(key, _)| key.starts_with(&format!("{round}-")))
+                .map(|(key, (token, _))| (key.clone(), *token))
+                .collect();
+            assert_eq!(claimed.len(), 400);
+            claimed
+                .chunks(50)
+                .map(|part| {
+                    let (tier, part) = (tier.clone(), part.to_vec());
+                    let acknowledged = Arc::clone(&acknowledged);
+                    tokio::spawn(async move {
+                        for (key, token) in part {
+                            let answer = outcome(&key);
+                            let landed = tier.complete(id(&key), token, Some(&answer), DAY).await;
+                            let Ok(landed) = landed else { return };
+                            assert_eq!(landed, Landed::Done);
+                            acknowledged.lock().unwrap().insert(key, (token, Some(answer)));
+                        }
+                    })
+                })
+                .collect()
+        };
+        let is_enough = || {
+            let acknowledged = acknowledged.lock().unwrap();
+            let of_round = acknowledged.iter().filter(|(key, (_, answer))| {
+                key.starts_with(&format!("{round}-")) && answer.is_some() == (round % 2 == 1)
+            });
+            of_round.count() >= 100
+        };
+        while !is_enough() {
             tokio::time::sleep(MS).await;
         }
         server.kill();
@@ -996,7 +1029,7 @@ async fn t7_a_killed_server_has_all_that_it_acknowledged() {
         let tier = PostgresTier::connect(server.pool().await).await.unwrap();
         sql(&server.pool().await, "UPDATE oncekey.idempotency_keys SET waited = NULL").await;
         let acknowledged = acknowledged.lock().unwrap().clone();
-        for (key, token, answer) in &acknowledged {
+        for (key, (token, answer)) in &acknowledged {
             let found = tier.look_up(id(key)).await.unwrap();
             let found = found.unwrap_or_else(|| panic!("{key} is lost"));
             assert_eq!(found.token, *token);

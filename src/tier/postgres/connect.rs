@@ -64,14 +64,20 @@ impl PostgresBuilder {
     }
 
     /// How long a verb waits for another transaction that has the record in its hands, at most; by
-    /// default 2 seconds. From a millisecond to 24 days; what is beyond is clamped.
+    /// default 2 seconds. From a millisecond to 24 days; what is beyond is clamped. It must be
+    /// shorter than what a store in front of the tier gives an answer
+    /// ([`TieredBuilder::answer_within`](crate::tier::TieredBuilder::answer_within)), or that takes
+    /// the tier for unavailable.
     #[must_use]
     pub fn lock_limit(mut self, limit: Duration) -> Self {
         self.lock_limit = limit;
         self
     }
 
-    /// What an acknowledged step must survive, by default a loss of power.
+    /// What an acknowledged step must survive, by default a loss of power. The server's settings are
+    /// looked at when the tier connects: without `synchronous_commit` it survives nothing, and is
+    /// refused; without `fsync` or `full_page_writes` it survives the end of any process, the
+    /// server's own included, but no loss of power.
     #[must_use]
     pub fn durability(mut self, durability: Durability) -> Self {
         self.durability = durability;
