@@ -156,7 +156,8 @@ async fn t2_a_step_waits_for_its_replicas() {
         return;
     }
     let primary = Server::durable().await;
-    let asking = || patient().answer_within(2 * SECOND).replicas(1);
+    // A quarter of it is for the replica.
+    let asking = || patient().answer_within(8 * SECOND).replicas(1);
     let text = unavailable(asking().connect(&primary.url()).await);
     assert!(text.contains("0 replicas"), "{text}");
     let port = primary.port.to_string();
@@ -196,7 +197,7 @@ async fn t2_a_cluster_that_lost_a_node_is_unavailable_until_it_is_back() {
         return;
     }
     let mut redis = Redis::cluster().await;
-    redis.builder = patient().answer_within(2 * SECOND);
+    redis.builder = patient().answer_within(5 * SECOND);
     let tier = redis.tier().await;
     let mut tokens = Vec::new();
     for n in 0..30 {

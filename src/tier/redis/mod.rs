@@ -231,7 +231,7 @@ impl RedisTier {
         let args = [by.as_bytes(), becomes.as_bytes(), retention.as_bytes(), outcome];
         let said = self.on(id, &self.shared.scripts.settle, &args).await?;
         let landed = self.landed(token, said)?;
-        if becomes != "held" {
+        if landed == Landed::Done && becomes != "held" {
             self.shared.claims.lock().ended(token);
         }
         Ok(landed)
