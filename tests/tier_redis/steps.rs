@@ -290,3 +290,49 @@ async fn t10_each_node_of_a_cluster_has_records_and_heartbeats() {
     }
     assert_eq!(owners, 64);
 }
+
+/// The points of what is told go on, also where the clock of the server was set back, and a node that is
+/// ahead of the server is told everything.
+#[tokio::test]
+async fn t9_what_is_forgotten_is_told_whatever_the_clock_does() {
+    let _watchdog = watchdog();
+    if !is_installed() {
+        return;
+    }
+    let redis = Redis::server().await;
+    let (tier, other) = (redis.tier().await, redis.tier().await);
+    let told = async |since: u64| {
+        let told = other.recalls(Some(since)).await.unwrap();
+        let mut keys: Vec<_> = told
+            .identities
+            .into_iter()
+            .map(|[_, _, key]| String::from_utf8(key).unwrap())
+            .collect();
+        keys.sort();
+        (told.now, keys)
+    };
+    let forget = async |key: &str| {
+        won(&tier, 1, key).await;
+        assert_eq!(tier.forget(id(key), true).await.unwrap(), Forgotten::Gone);
+    };
+    let before = other.recalls(None).await.unwrap().now;
+    forget("first").await;
+    // The clock is an hour behind what it was when this was forgotten.
+    let mut admin = redis.servers[0].connect().await;
+    let names: Vec<Vec<u8>> = cmd("KEYS").arg("*:recalls").query_async(&mut admin).await.unwrap();
+    let first: Vec<Vec<u8>> =
+        cmd("ZRANGE").arg(&names[0]).arg(0).arg(-1).query_async(&mut admin).await.unwrap();
+    let mut later = cmd("ZINCRBY");
+    later.arg(&names[0]).arg(3_600_000).arg(&first[0]).exec_async(&mut admin).await.unwrap();
+    let (point, keys) = told(before).await;
+    assert_eq!(keys, ["first"]);
+    assert_eq!(told(point).await, (point, vec![]));
+    for key in ["second", "third"] {
+        forget(key).await;
+    }
+    let (now, keys) = told(point).await;
+    assert_eq!((now, keys), (point + 2, vec!["second".to_owned(), "third".to_owned()]));
+    // Another server has taken over, whose clock is behind.
+    let (_, keys) = told(now + 1).await;
+    assert_eq!(keys, ["first", "second", "third"]);
+}
