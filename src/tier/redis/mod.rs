@@ -42,10 +42,12 @@ use self::{
     link::Link,
     step::{Answer as Said, Names, Script, Scripts, fingerprint, millis},
 };
-use super::{
-    Answer, Claimed, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier, TierError,
+use crate::{
+    Identity, Outcome, Token,
+    tier::{
+        Answer, Claimed, Forgotten, Found, Landed, NewClaim, Recalls, Resolved, Tier, TierError,
+    },
 };
-use crate::{Identity, Outcome, Token};
 
 pub use self::builder::{RedisBuilder, RedisDurability};
 
