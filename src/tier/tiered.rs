@@ -423,7 +423,7 @@ pub enum TieredSettled {
     TooMany,
 }
 
-/// What the owner of an identity holds: as [`Permit`], with verbs that tell the tier first.
+/// What the owner of an identity holds: as [`Permit`](crate::Permit), with verbs that tell the tier first.
 ///
 /// A verb's future may be dropped: what the tier was not told by then it is told again. A permit
 /// that is dropped is settled by [`StoreBuilder::on_abandon`](crate::StoreBuilder::on_abandon), in
