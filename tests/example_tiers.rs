@@ -54,11 +54,11 @@ fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// `target/PROFILE/examples/payments`.
-fn program() -> PathBuf {
+/// `target/PROFILE/examples/NAME`.
+fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let program = test.parent().unwrap().parent().unwrap().join("examples/payments");
-    assert!(program.is_file(), "missing: cargo build --example payments --all-features");
+    let program = test.parent().unwrap().parent().unwrap().join("examples").join(name);
+    assert!(program.is_file(), "missing: cargo build --examples --all-features");
     program
 }
 
@@ -70,7 +70,7 @@ struct Process {
 
 impl Process {
     async fn start(flags: &[String]) -> Self {
-        let mut child = Command::new(program())
+        let mut child = Command::new(program("payments"))
             .args(["serve", "--listen", "127.0.0.1:0", "--lease-ms", "2000"])
             .args(flags)
             .stdin(Stdio::null())
@@ -261,4 +261,13 @@ async fn t7_a_process_with_a_tier_of_its_own_forgets_nothing_when_it_is_killed()
         assert!(answers.len() >= 80);
     }
     std::fs::remove_dir_all(&directory).unwrap();
+}
+
+#[tokio::test]
+async fn t7_work_of_three_steps_goes_on_behind_its_last_checkpoint() {
+    let _watchdog = watchdog_of(Duration::from_secs(240));
+    let output = Command::new(program("checkpoints")).output().await.unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{told}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(told.matches("each call was made once").count(), 6, "{told}");
 }
