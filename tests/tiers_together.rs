@@ -248,3 +248,168 @@ async fn t9_what_is_forgotten_is_forgotten_on_other_nodes() {
         until(async || matches!(b.claim(&id("k"), other()).await, Ok(TieredClaim::Won(_)))).await;
     }
 }
+
+/// A way to a server that cuts, keeps silent, or loses what comes back.
+#[derive(Clone)]
+struct Proxy {
+    port: u16,
+    mode: Arc<std::sync::atomic::AtomicUsize>,
+    /// Those who are to be cut.
+    cut: Arc<tokio::sync::Notify>,
+}
+
+const FAIR: usize = 0;
+/// Nothing gets through, and nobody is told.
+const SILENT: usize = 1;
+/// What is asked gets there; what is answered is lost.
+const ANSWERS_LOST: usize = 2;
+/// New connections end at once.
+const CUT: usize = 3;
+
+impl Proxy {
+    async fn to(server: String) -> Self {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let proxy = Self { port, mode: Arc::default(), cut: Arc::default() };
+        let here = proxy.clone();
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                if here.mode() == CUT {
+                    continue;
+                }
+                let Ok(server) = tokio::net::TcpStream::connect(&server).await else { continue };
+                let (from_client, to_client) = client.into_split();
+                let (from_server, to_server) = server.into_split();
+                let there = here.clone().pass(from_client, to_server, |mode| mode != SILENT);
+                let back = here.clone().pass(from_server, to_client, |mode| mode == FAIR);
+                let here = here.clone();
+                tokio::spawn(async move {
+                    tokio::select! {
+                        () = there => {}
+                        () = back => {}
+                        () = here.cut.notified() => {}
+                    }
+                });
+            }
+        });
+        proxy
+    }
+
+    fn mode(&self) -> usize {
+        self.mode.load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    fn becomes(&self, mode: usize) {
+        self.mode.store(mode, std::sync::atomic::Ordering::SeqCst);
+        if mode == CUT {
+            self.cut.notify_waiters();
+        }
+    }
+
+    async fn pass(
+        self,
+        mut from: tokio::net::tcp::OwnedReadHalf,
+        mut to: tokio::net::tcp::OwnedWriteHalf,
+        gets_through: fn(usize) -> bool,
+    ) {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        let mut bytes = vec![0; 16 << 10];
+        loop {
+            let Ok(read @ 1..) = from.read(&mut bytes).await else { return };
+            // What was lost is lost: a connection that missed something is of no use any more.
+            if !gets_through(self.mode()) {
+                std::future::pending::<()>().await;
+            }
+            if to.write_all(&bytes[..read]).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Whatever happens between us and the server: every client ends with the right answer, and no work
+/// runs twice.
+#[tokio::test(flavor = "multi_thread")]
+async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
+    const KEYS: usize = 120;
+    let _watchdog = watchdog();
+    let mut places: Vec<(&str, Arc<dyn Tier>, Proxy)> = Vec::new();
+    if let Some(server) = postgres_server::shared() {
+        let direct = server.options();
+        let proxy = Proxy::to(format!("127.0.0.1:{}", direct.get_port())).await;
+        let pool = sqlx::postgres::PgPoolOptions::new()
+            .acquire_timeout(Duration::from_millis(300))
+            .connect_with(direct.host("127.0.0.1").port(proxy.port))
+            .await
+            .unwrap();
+        let builder = PostgresTier::builder().durability(oncekey::tier::Durability::KilledProcess);
+        let tier = builder.schema("wire").connect(pool).await.unwrap();
+        places.push(("postgres", Arc::new(tier), proxy));
+    }
+    let redis = if redis_server::is_installed() {
+        let server = redis_server::Server::durable().await;
+        let proxy = Proxy::to(format!("127.0.0.1:{}", server.port)).await;
+        let url = format!("redis://127.0.0.1:{}", proxy.port);
+        places.push(("redis", Arc::new(RedisTier::connect(&url).await.unwrap()), proxy));
+        Some(server)
+    } else {
+        None
+    };
+    for (name, tier, proxy) in places {
+        let store = Store::builder().lease(LONG).build().unwrap();
+        let builder = Tiered::builder(store).answer_within(Duration::from_millis(200));
+        let node = builder.open_shared(Arc::clone(&tier), Lapse::Hold).await.unwrap();
+        let runs: Arc<Vec<_>> =
+            Arc::new((0..KEYS).map(|_| std::sync::atomic::AtomicUsize::new(0)).collect());
+        let mut clients = tokio::task::JoinSet::new();
+        for n in 0..KEYS * 2 {
+            let (node, runs) = (node.clone(), Arc::clone(&runs));
+            clients.spawn(async move {
+                let key = (n / 2).to_string();
+                // They come one after the other, so that each kind of fault meets some.
+                tokio::time::sleep(Duration::from_millis(25 * (n as u64 / 2))).await;
+                loop {
+                    match node.claim(&id(&key), same()).await {
+                        Ok(TieredClaim::Won(permit)) => {
+                            runs[n / 2].fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                            permit.complete(outcome(&key)).await.unwrap();
+                            return;
+                        }
+                        Ok(TieredClaim::Replay(replay)) => {
+                            assert_eq!(replay.into_outcome(), outcome(&key), "{name}");
+                            return;
+                        }
+                        Ok(TieredClaim::InFlight(_)) | Err(TieredError::Unavailable { .. }) => {}
+                        other => panic!("{name}, {key}: {other:?}"),
+                    }
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            });
+        }
+        for mode in [SILENT, CUT, ANSWERS_LOST, CUT, SILENT, CUT, ANSWERS_LOST, CUT] {
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            proxy.becomes(mode);
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            proxy.becomes(CUT);
+            proxy.becomes(FAIR);
+        }
+        while let Some(client) = clients.join_next().await {
+            client.unwrap();
+        }
+        until(async || node.stats().unwritten == 0).await;
+        let stats = node.stats();
+        assert!(stats.failed > 0, "{name}: there were faults");
+        assert_eq!((stats.lost, stats.double_runs, stats.given_up), (0, 0, 0), "{name}");
+        // Another node has them all from the server.
+        let later =
+            Tiered::builder(Store::builder().build().unwrap()).open_shared(tier, Lapse::Hold);
+        let later = later.await.unwrap();
+        for n in 0..KEYS {
+            let ran = runs[n].load(std::sync::atomic::Ordering::SeqCst);
+            assert_eq!(ran, 1, "{name}, {n}");
+            let key = n.to_string();
+            assert_eq!(replayed(&later, &key).await, outcome(&key), "{name}");
+        }
+    }
+    drop(redis);
+}
