@@ -372,6 +372,8 @@ async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
                     match node.claim(&id(&key), same()).await {
                         Ok(TieredClaim::Won(permit)) => {
                             runs[n / 2].fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                            // Long enough that faults come between claim and completion.
+                            tokio::time::sleep(Duration::from_millis(40)).await;
                             permit.complete(outcome(&key)).await.unwrap();
                             return;
                         }
