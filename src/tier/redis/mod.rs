@@ -72,12 +72,11 @@ const UNDER_WAY: Duration = Duration::from_secs(600);
 /// your own database. `docs/tiers/redis.md` says more.
 ///
 /// ```no_run
-/// use std::sync::Arc;
 /// use oncekey::{Lapse, Store, tier::{RedisTier, Tiered}};
 ///
 /// # async fn open() -> Result<(), Box<dyn std::error::Error>> {
 /// let tier = RedisTier::connect("redis://127.0.0.1/").await?;
-/// let store = Tiered::builder(Store::builder().build()?).open(Arc::new(tier.clone()), Lapse::Hold).await?;
+/// let store = Tiered::open(Store::builder().build()?, tier, Lapse::Hold).await?;
 /// # Ok(())
 /// # }
 /// ```
