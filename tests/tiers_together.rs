@@ -406,8 +406,8 @@ async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
         let later =
             Tiered::builder(Store::builder().build().unwrap()).open_shared(tier, Lapse::Hold);
         let later = later.await.unwrap();
-        for n in 0..KEYS {
-            let ran = runs[n].load(std::sync::atomic::Ordering::SeqCst);
+        for (n, ran) in runs.iter().enumerate() {
+            let ran = ran.load(std::sync::atomic::Ordering::SeqCst);
             assert_eq!(ran, 1, "{name}, {n}");
             let key = n.to_string();
             assert_eq!(replayed(&later, &key).await, outcome(&key), "{name}");

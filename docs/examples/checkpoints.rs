@@ -55,7 +55,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let mut child = Command::new(std::env::current_exe()?);
         child.arg(&directory).arg(place).arg(step.to_string()).status()
     };
-    for step in 0..STEPS.len() {
+    for (step, stopped) in STEPS.iter().enumerate() {
         for place in ["before", "after"] {
             fs::create_dir_all(&directory)?;
             assert!(!child(place, step)?.success(), "it was to crash");
@@ -68,7 +68,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
                 assert_eq!(made(&format!("made {name}")), 1, "{told}");
                 assert_eq!(made(&format!("known {name}")), again, "{told}");
             }
-            println!("crashed {place} the checkpoint of {}: each call was made once", STEPS[step]);
+            println!("crashed {place} the checkpoint of {stopped}: each call was made once");
             fs::remove_dir_all(&directory)?;
         }
     }
