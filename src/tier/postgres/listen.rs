@@ -98,10 +98,11 @@ impl Drop for Waiting<'_> {
 }
 
 async fn listen(options: &PgConnectOptions, channel: &str) -> Result<PgListener, Error> {
-    // One connection that is made again when it is lost, and never for its age.
+    // One connection, which is not given up for its age.
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
     let mut listener = PgListener::connect_with(&pool.connect_lazy_with(options.clone())).await?;
     listener.ignore_pool_close_event(true);
+    listener.eager_reconnect(false);
     listener.listen(channel).await?;
     Ok(listener)
 }
@@ -115,16 +116,15 @@ async fn hear(
     loop {
         match listener.try_recv().await {
             Ok(Some(notification)) => waits.tell(notification.payload()),
-            // It was lost and is there again. What was said meanwhile is gone: all are to look.
-            Ok(None) => waits.tell_all(),
-            Err(_) => {
+            Ok(None) | Err(_) => {
                 drop(listener);
                 listener = loop {
-                    sleep(PAUSE).await;
-                    if let Ok(listener) = listen(&options, &channel).await {
-                        break listener;
+                    match listen(&options, &channel).await {
+                        Ok(listener) => break listener,
+                        Err(_) => sleep(PAUSE).await,
                     }
                 };
+                // What was said meanwhile is gone: all are to look.
                 waits.tell_all();
             }
         }
