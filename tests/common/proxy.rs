@@ -85,9 +85,13 @@ impl Proxy {
         self.shared.has_lost.load(Ordering::SeqCst)
     }
 
-    /// New lines lead to another server, and the present ones end.
+    /// New lines lead to another server, as when a name has a new address; the present ones stay.
     pub fn lead_to(&self, port: u16) {
         self.shared.server.store(port, Ordering::SeqCst);
+    }
+
+    /// The present lines end.
+    pub fn end_lines(&self) {
         self.shared.ended.send_replace(self.lines());
     }
 

@@ -84,3 +84,23 @@ async fn t6_an_answer_that_was_lost_is_asked_for_again() {
     assert_eq!(state(&tier, "l").await, None);
     assert_eq!(tier.vanished(), 0);
 }
+
+/// After a failover the name leads to the new primary, but the connection is still with the old one.
+#[tokio::test]
+async fn t2_a_connection_to_a_primary_that_was_demoted_is_replaced() {
+    let _watchdog = watchdog();
+    if !is_installed() {
+        return;
+    }
+    let (old, new) = (Server::durable().await, Server::durable().await);
+    let proxy = Proxy::to(old.port).await;
+    let tier = patient().connect(&proxy.url()).await.unwrap();
+    won(&tier, 1, "k").await;
+    proxy.lead_to(new.port);
+    let mut demote = cmd("REPLICAOF");
+    demote.arg("127.0.0.1").arg(new.port).exec_async(&mut old.connect().await).await.unwrap();
+    let text = unavailable(tier.claim(id("l"), claim_of(1)).await);
+    assert!(text.contains("primary"), "{text}");
+    won(&tier, 1, "l").await;
+    assert_eq!(proxy.lines(), 2);
+}

@@ -313,6 +313,7 @@ async fn r09_a_failover_that_lost_a_claim_is_noticed() {
     cmd("REPLICAOF").arg("NO").arg("ONE").exec_async(&mut there).await.unwrap();
     let [first, second] = [won(&tier, 1, "first").await, won(&tier, 1, "second").await];
     proxy.lead_to(replica.port);
+    proxy.end_lines();
     assert_eq!(tier.complete(id("both"), both_have, None, HOUR).await.unwrap(), Landed::Done);
     let body = outcome("x");
     let landed = tier.complete(id("first"), first, Some(&body), HOUR).await.unwrap();
