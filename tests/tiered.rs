@@ -318,6 +318,36 @@ async fn t1_memory_answers_for_a_completion_that_has_not_landed_only_while_its_o
     assert_eq!(a.claim(&id("k"), same()).await.replayed(), outcome("a"));
 }
 
+/// The process was suspended, and by the tier's clock its lease is over: it does not take its own
+/// claim over, whose completion the tier has still to be told.
+#[tokio::test(start_paused = true)]
+async fn r08_a_process_that_was_suspended_renews_its_claims_before_it_judges_them() {
+    for on_lapse in [Lapse::TakeOver, Lapse::Hold] {
+        let theirs = oncekey::ManualClock::new();
+        let tier = Wire::to(Arc::new(MemoryTier::with_clock(theirs.clone())));
+        let node = node(&tier, on_lapse).await;
+        let permit = node.claim(&id("k"), same()).await.won();
+        *tier.completions.lock().unwrap() = Weather::Down;
+        permit.complete(outcome("1")).await.unwrap();
+        // It has left a full memory.
+        assert!(node.store().forget(&id("k")).unwrap());
+        theirs.advance(2 * LEASE);
+        assert_eq!(state(&tier, "k").await, Some(State::Lapsed));
+        let settled = match node.claim(&id("k"), same()).await.unwrap() {
+            TieredClaim::InFlight(pending) => {
+                *tier.completions.lock().unwrap() = Weather::Fair;
+                pending.wait().await.unwrap()
+            }
+            other => panic!("{on_lapse:?}: {other:?}"),
+        };
+        match settled {
+            TieredSettled::Completed(replay) => assert_eq!(replay.into_outcome(), outcome("1")),
+            other => panic!("{on_lapse:?}: {other:?}"),
+        }
+        assert_eq!((node.stats().taken_over, node.stats().lost), (0, 0));
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn t4_a_claim_whose_answer_was_lost_shuts_nobody_out() {
     let tier = wire();

@@ -291,6 +291,14 @@ impl Through {
                 }
             }
             match found.state {
+                // A claim of this very process, which lives: it is renewed before it is judged (R8).
+                // Its completion may still have to be told to the tier.
+                State::Lapsed if found.token.owner() == self.owner => {
+                    entering.permit = Some(permit);
+                    if let Err(error) = self.beat().await {
+                        return self.shut_out(entering, error);
+                    }
+                }
                 State::Lapsed if self.settings.on_lapse == Lapse::TakeOver => {
                     entering.permit = Some(permit);
                     seen = Some(found.token);

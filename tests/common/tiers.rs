@@ -39,6 +39,8 @@ pub struct Wire {
     weather: Arc<Mutex<Weather>>,
     /// Heartbeats only.
     pub beats: Arc<Mutex<Weather>>,
+    /// Completions only.
+    pub completions: Arc<Mutex<Weather>>,
     calls: Arc<[AtomicUsize; 5]>,
     /// Held by a transaction that has a record in its hands: a release waits for it.
     pub row: Arc<tokio::sync::Mutex<()>>,
@@ -95,6 +97,7 @@ impl Wire {
             tier,
             weather: Arc::default(),
             beats: Arc::default(),
+            completions: Arc::default(),
             calls: Arc::default(),
             row: Arc::default(),
             claims_wait: Arc::default(),
@@ -176,7 +179,8 @@ impl Tier for Wire {
         outcome: Option<&'a Outcome>,
         retention: Duration,
     ) -> Answer<'a, Landed> {
-        self.send(COMPLETE, self.tier.complete(id, token, outcome, retention))
+        let completions = *self.completions.lock().unwrap();
+        self.send(COMPLETE, under(completions, self.tier.complete(id, token, outcome, retention)))
     }
 
     fn release<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
