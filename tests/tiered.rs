@@ -360,6 +360,19 @@ async fn t4_a_claim_whose_answer_was_lost_shuts_nobody_out() {
     node.claim(&id("k"), same()).await.won().complete(outcome("1")).await.unwrap();
 }
 
+/// A claim is stuck on a connection, its caller gives up, and it gets there after its release did.
+#[tokio::test(start_paused = true)]
+async fn t4_a_claim_that_gets_there_after_its_release_shuts_nobody_out() {
+    let tier = wire();
+    let node = node(&tier, Lapse::Hold).await;
+    *tier.late.lock().unwrap() = Some(8 * SECOND);
+    assert!(matches!(node.claim(&id("k"), same()).await, Err(TieredError::Unavailable { .. })));
+    *tier.late.lock().unwrap() = None;
+    until("it gets there", async || state(&tier, "k").await == Some(State::InFlight)).await;
+    sleep(LEASE).await;
+    node.claim(&id("k"), same()).await.won().complete(outcome("1")).await.unwrap();
+}
+
 /// Polls `future` `times` times and drops it; what it answered, if it came to that.
 async fn dropped_after<F: Future>(times: usize, future: F) -> Option<F::Output> {
     let mut future = Box::pin(future);

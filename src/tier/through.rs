@@ -49,6 +49,11 @@ const TRIES: usize = 8;
 /// How long memory answers "outcome unknown" for an identity that the tier holds, without asking.
 const HELD: Duration = Duration::from_secs(1);
 
+/// When a claim that was not answered is looked for again, after it was not there: a connection that
+/// was given up may deliver it late. Later than that it is held when its `max_run` ends.
+const LATE: [Duration; 3] =
+    [Duration::from_secs(1), Duration::from_secs(5), Duration::from_secs(25)];
+
 /// The settings of a [`Tiered`](super::Tiered).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
@@ -142,6 +147,8 @@ pub(crate) enum Concluded {
 enum Unwritten {
     Complete(Option<Outcome>),
     Release,
+    /// Of a claim that was not answered: it may still be on its way.
+    Withdraw,
     Hold,
 }
 
@@ -404,21 +411,30 @@ impl Through {
                     Unwritten::Complete(outcome) => {
                         through.tier.complete(id, token, outcome.as_ref(), retention)
                     }
-                    Unwritten::Release => through.tier.release(id, token),
+                    Unwritten::Release | Unwritten::Withdraw => through.tier.release(id, token),
                     Unwritten::Hold => through.tier.hold(id, token, retention),
                 };
                 through.ask(answer).await
             };
             // After that the record has ended by itself.
-            match write.retry(backoff(max_run.saturating_add(retention))).await {
+            let landed = write.retry(backoff(max_run.saturating_add(retention))).await;
+            through.unwritten.fetch_sub(1, Ordering::Relaxed);
+            match landed {
                 Ok(Landed::Done) => {}
                 Ok(Landed::Lost(found)) if matches!(step, Unwritten::Complete(_)) => {
                     through.note_lost(found.as_ref());
                 }
+                Ok(Landed::Lost(None)) if matches!(step, Unwritten::Withdraw) => {
+                    for pause in LATE {
+                        sleep(pause).await;
+                        if !matches!(write().await, Ok(Landed::Lost(None))) {
+                            break;
+                        }
+                    }
+                }
                 Ok(Landed::Lost(_)) => {}
                 Err(_) => drop(through.counters.given_up.fetch_add(1, Ordering::Relaxed)),
             }
-            through.unwritten.fetch_sub(1, Ordering::Relaxed);
         });
     }
 
@@ -467,7 +483,7 @@ impl Drop for Entering<'_> {
         let Some(permit) = self.permit.take() else { return };
         // First: the next local caller asks the tier itself, and waits there until this has landed.
         if self.was_asked {
-            self.through.write_later(self.frame.clone(), self.token, Unwritten::Release);
+            self.through.write_later(self.frame.clone(), self.token, Unwritten::Withdraw);
         }
         let _ = permit.release();
     }

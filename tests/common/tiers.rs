@@ -42,6 +42,8 @@ pub struct Wire {
     /// Completions only.
     pub completions: Arc<Mutex<Weather>>,
     calls: Arc<[AtomicUsize; 5]>,
+    /// After how long a claim gets there whose caller has given it up.
+    pub late: Arc<Mutex<Option<Duration>>>,
     /// Held by a transaction that has a record in its hands: a release waits for it.
     pub row: Arc<tokio::sync::Mutex<()>>,
     /// Whether claims wait for it too.
@@ -98,6 +100,7 @@ impl Wire {
             weather: Arc::default(),
             beats: Arc::default(),
             completions: Arc::default(),
+            late: Arc::default(),
             calls: Arc::default(),
             row: Arc::default(),
             claims_wait: Arc::default(),
@@ -152,6 +155,17 @@ impl Tier for Wire {
     }
 
     fn claim<'a>(&'a self, id: Identity<'a>, claim: NewClaim) -> Answer<'a, Claimed> {
+        let late = *self.late.lock().unwrap();
+        if let Some(late) = late {
+            let tier = Arc::clone(&self.tier);
+            let name = [id.account(), id.endpoint(), id.key()].map(<[u8]>::to_vec);
+            tokio::spawn(async move {
+                tokio::time::sleep(late).await;
+                let id = Identity::new(&name[0], &name[1], &name[2]).unwrap();
+                let _ = tier.claim(id, claim).await;
+            });
+            return Box::pin(std::future::pending());
+        }
         self.send(
             CLAIM,
             Box::pin(async move {
