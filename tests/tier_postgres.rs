@@ -439,7 +439,7 @@ async fn t6_a_commit_whose_answer_was_lost_is_settled_by_a_write() {
             hasty.hold(id, token, DAY).await,
             hasty.checkpoint(id, token, Bytes::new()).await,
         ] {
-            assert!(matches!(unknown, Err(TierError::Unavailable(_))), "{unknown:?}");
+            assert!(matches!(unknown, Err(TierError::Locked(_))), "{unknown:?}");
         }
         let settled = tokio::spawn({
             let patient = patient.clone();

@@ -640,6 +640,21 @@ async fn r26_memory_that_was_evicted_is_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn t2_records_that_transactions_have_in_their_hands_close_the_tier_to_nobody_else() {
+    let tier = wire();
+    let node = node(&tier, Lapse::Hold).await;
+    *tier.completions.lock().unwrap() = Weather::Locked;
+    for n in 0..10 {
+        let key = n.to_string();
+        node.claim(&id(&key), same()).await.won().complete(outcome(&key)).await.unwrap();
+    }
+    assert_eq!((node.stats().is_cut_off, node.stats().unwritten), (false, 10));
+    *tier.completions.lock().unwrap() = Weather::Fair;
+    until("they land", async || node.stats().unwritten == 0).await;
+    assert_eq!((node.stats().given_up, node.stats().lost), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn t6_outcome_and_transaction_appear_together() {
     let tier = wire();
     let (a, b) = (node(&tier, Lapse::TakeOver).await, node(&tier, Lapse::TakeOver).await);

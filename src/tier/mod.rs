@@ -296,6 +296,9 @@ pub enum TierError {
     /// It could not be reached or did not answer in time. Whether the step was done is unknown;
     /// it may be tried again.
     Unavailable(Box<dyn Error + Send + Sync>),
+    /// A transaction had the record in its hands for longer than the tier waits (rule 6): nothing
+    /// was done, and it may be tried again. It says nothing of the tier's health.
+    Locked(Box<dyn Error + Send + Sync>),
     /// The claim's owner does not beat: nothing was claimed (rule 10).
     OwnerLapsed,
     /// It cannot be used as it is: settings, rights, a full disk, a foreign format or damaged bytes.
@@ -319,6 +322,7 @@ impl fmt::Display for TierError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unavailable(error) => write!(f, "the tier is unavailable: {error}"),
+            Self::Locked(error) => write!(f, "a transaction has the record: {error}"),
             Self::OwnerLapsed => f.write_str("the owner's heartbeat has lapsed: beat, then claim"),
             Self::Unusable(error) => write!(f, "the tier cannot be used: {error}"),
         }
@@ -328,7 +332,9 @@ impl fmt::Display for TierError {
 impl Error for TierError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
-            Self::Unavailable(error) | Self::Unusable(error) => Some(&**error),
+            Self::Unavailable(error) | Self::Locked(error) | Self::Unusable(error) => {
+                Some(&**error)
+            }
             Self::OwnerLapsed => None,
         }
     }

@@ -182,7 +182,7 @@ impl Through {
                 self.counters.failed.fetch_add(1, Ordering::Relaxed);
                 self.circuit.failed();
             }
-            Ok(_) | Err(TierError::OwnerLapsed) => self.circuit.answered(),
+            Ok(_) | Err(TierError::OwnerLapsed | TierError::Locked(_)) => self.circuit.answered(),
         }
         answer
     }
@@ -643,9 +643,9 @@ impl Owned {
         permit.complete_for(outcome, remaining).map_err(|_| Stale { outcome: given, found: None })
     }
 
-    #[cfg(feature = "http")]
     /// What became of the transaction that completes the record, if that is found out soon; else it
     /// is found out in the background.
+    #[cfg(feature = "http")]
     pub(crate) async fn conclude(
         self,
         outcome: Option<Outcome>,

@@ -30,6 +30,8 @@ pub enum Weather {
     Deaf,
     /// It never ends.
     Still,
+    /// A transaction has the record.
+    Locked,
 }
 
 /// The way to a tier that others use too: it counts, and it can be cut.
@@ -142,6 +144,7 @@ fn under<'a, T: Send + 'a>(weather: Weather, answer: Answer<'a, T>) -> Answer<'a
                 Err(TierError::unavailable("the answer was lost"))
             }
             Weather::Still => std::future::pending().await,
+            Weather::Locked => Err(TierError::Locked("a transaction has it".into())),
         }
     })
 }

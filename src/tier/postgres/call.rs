@@ -390,9 +390,7 @@ pub(super) fn is_locked_out(error: &sqlx::Error) -> bool {
 pub(super) fn failed(error: sqlx::Error) -> TierError {
     let advice = match code(&error).as_deref() {
         Some("55P03") => {
-            return TierError::unavailable(format!(
-                "another transaction has the record in its hands for longer than the limit: {error}"
-            ));
+            return TierError::Locked(Box::new(error));
         }
         Some("26000" | "42P05") => {
             "a pooler hands connections on after each transaction: set `through_pooler`"

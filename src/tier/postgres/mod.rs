@@ -120,8 +120,8 @@ impl PostgresTier {
     ///
     /// # Errors
     ///
-    /// [`TierError::Unavailable`], and then the transaction cannot be used any more, as after any
-    /// error in Postgres. Under `REPEATABLE READ` and `SERIALIZABLE` that may be a serialization
+    /// [`TierError::Locked`] or [`TierError::Unavailable`], and then the transaction cannot be used
+    /// any more, as after any error in Postgres. Under `REPEATABLE READ` and `SERIALIZABLE` that may be a serialization
     /// failure: run the whole transaction again.
     pub async fn complete_in(
         &self,
@@ -150,7 +150,8 @@ impl PostgresTier {
     ///
     /// # Errors
     ///
-    /// [`TierError::Unavailable`], and then the transaction cannot be used any more. Under
+    /// [`TierError::Locked`] or [`TierError::Unavailable`], and then the transaction cannot be used
+    /// any more. Under
     /// `REPEATABLE READ` and `SERIALIZABLE` a claim against one that was committed since this
     /// transaction began is a serialization failure: run the whole transaction again.
     /// [`TierError::OwnerLapsed`] as in [`Tier::claim`]; that leaves the transaction usable.
