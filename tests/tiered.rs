@@ -643,10 +643,13 @@ async fn r26_memory_that_was_evicted_is_given_back() {
 async fn t2_records_that_transactions_have_in_their_hands_close_the_tier_to_nobody_else() {
     let tier = wire();
     let node = node(&tier, Lapse::Hold).await;
-    *tier.completions.lock().unwrap() = Weather::Locked;
+    let mut permits = Vec::new();
     for n in 0..10 {
-        let key = n.to_string();
-        node.claim(&id(&key), same()).await.won().complete(outcome(&key)).await.unwrap();
+        permits.push(node.claim(&id(&n.to_string()), same()).await.won());
+    }
+    *tier.completions.lock().unwrap() = Weather::Locked;
+    for permit in permits {
+        permit.complete(outcome("1")).await.unwrap();
     }
     assert_eq!((node.stats().is_cut_off, node.stats().unwritten), (false, 10));
     *tier.completions.lock().unwrap() = Weather::Fair;
