@@ -9,7 +9,8 @@ use std::{fmt, time::Duration};
 #[cfg(feature = "tier")]
 use crate::tier::{
     Found, State, Tiered,
-    through::{self, Concluded, Owned},
+    owned::{Concluded, Owned},
+    through,
 };
 use crate::{
     Entry, EntryState, Fingerprint, Identity, Outcome, Permit, Replay, Scheme, Store, Token,

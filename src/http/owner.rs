@@ -388,7 +388,7 @@ impl Owner {
         answered: Result<Response<R>, E>,
         config: &Config,
     ) -> Ended<R, E, S> {
-        use crate::tier::through::Concluded;
+        use crate::tier::owned::Concluded;
 
         self.slot = None;
         let plain = staged.plain.clone();

@@ -57,6 +57,7 @@ mod durability;
 #[cfg(feature = "embedded")]
 mod embedded;
 mod memory;
+pub(crate) mod owned;
 #[cfg(feature = "postgres")]
 mod postgres;
 mod record;

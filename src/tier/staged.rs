@@ -11,7 +11,7 @@ use std::{fmt, time::Duration};
 
 use tokio::time::Instant;
 
-use super::{Answer, Landed, TierError, TierLost, TieredPermit, through::Owned};
+use super::{Answer, Landed, TierError, TierLost, TieredPermit, owned::Owned};
 use crate::{Completed, Identity, Outcome, Token};
 
 /// A transaction of the database that a tier keeps its records in: the connection it runs on.

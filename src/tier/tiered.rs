@@ -10,8 +10,9 @@ use bytes::Bytes;
 
 use super::{
     Forgotten, Found, Landed, Resolved, StageError, Staged, Tier, TierError, Transaction,
+    owned::{Owned, Stale},
     stats::TierStats,
-    through::{self, Entered, Owned, Settings, Stale, Through},
+    through::{self, Entered, Settings, Through},
 };
 use crate::{
     Claim, ClaimError, Completed, Fingerprint, Identity, Lapse, Outcome, Pending, Replay, Scheme,

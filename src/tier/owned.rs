@@ -1,0 +1,306 @@
+//! A claim that is in memory and in the tier: its verbs, which tell the tier first.
+//!
+//! Ground rules: whoever drops one of these futures leaves a guard, so that the tier and the memory are
+//! told all the same (T8). A verb takes the claim, so none can follow it.
+
+use std::{sync::Arc, time::Duration};
+
+use backon::Retryable;
+use bytes::Bytes;
+use tokio::time::{Instant, timeout};
+
+use super::{
+    Found, Landed, State, TierError,
+    through::{Settings, Through, Unwritten, backoff, watch},
+};
+use crate::{Abandon, Completed, Identity, Outcome, Permit, Token, identity::Frame};
+
+/// A claim that is in memory and in the tier. Dropping it settles it by `on_abandon`.
+#[derive(Debug)]
+pub(crate) struct Owned {
+    pub(super) through: Arc<Through>,
+    pub(super) frame: Frame,
+    pub(super) token: Token,
+    /// `None` once settled.
+    pub(super) permit: Option<Permit>,
+    pub(super) checkpoint: Option<Bytes>,
+    /// Whether the tier knows of the claim: not if it was opened in spite of an outage.
+    pub(super) is_in_tier: bool,
+}
+
+/// A step that lost its token, and what was to be stored.
+#[derive(Debug)]
+pub(crate) struct Stale {
+    pub(crate) outcome: Option<Outcome>,
+    /// Boxed, because it is rare and large.
+    pub(crate) found: Option<Box<Found>>,
+}
+
+/// What became of a transaction.
+#[cfg(feature = "http")]
+#[derive(Debug)]
+pub(crate) enum Concluded {
+    Committed(Completed),
+    RolledBack,
+    Lost,
+    /// The identity is in flight until it is known.
+    Unknown,
+}
+
+impl Owned {
+    pub(crate) fn token(&self) -> Token {
+        self.token
+    }
+
+    pub(crate) fn identity(&self) -> Identity<'_> {
+        Identity::from_frame(&self.frame)
+    }
+
+    pub(crate) fn take_checkpoint(&mut self) -> Option<Bytes> {
+        self.checkpoint.take()
+    }
+
+    /// Finishes the work: first in the tier, then in memory (T1). An outcome that the tier could not
+    /// be told is published all the same, for as long as nobody else may run it.
+    pub(crate) async fn complete(mut self, outcome: Option<Outcome>) -> Result<Completed, Stale> {
+        let through = Arc::clone(&self.through);
+        let frame = self.frame.clone();
+        let retention = through.settings.retention;
+        let sent = Instant::now();
+        // Until the answer is there it is not known whether it has landed: dropped here, it is told
+        // again.
+        let mut completing = Completing { owned: &mut self, outcome: Some(outcome) };
+        let landed = match &completing.outcome {
+            Some(outcome) if completing.owned.is_in_tier => {
+                let id = Identity::from_frame(&frame);
+                let token = completing.owned.token;
+                through.ask(through.tier.complete(id, token, outcome.as_ref(), retention)).await
+            }
+            _ => Ok(Landed::Done),
+        };
+        let outcome = completing.outcome.take().flatten();
+        drop(completing);
+        let Some(permit) = self.permit.take() else {
+            return Err(Stale { outcome, found: None });
+        };
+        match landed {
+            Ok(Landed::Done) => {
+                self.permit = Some(permit);
+                self.publish(outcome, sent)
+            }
+            Ok(Landed::Lost(found)) => {
+                self.permit = Some(permit);
+                Err(self.lose(outcome, found, sent))
+            }
+            Err(_) => Ok(through.publish_unwritten(permit, frame, self.token, outcome)),
+        }
+    }
+
+    #[cfg(feature = "http")]
+    pub(crate) fn is_in_tier(&self) -> bool {
+        self.is_in_tier
+    }
+
+    pub(crate) fn retention(&self) -> Duration {
+        self.through.settings.retention
+    }
+
+    /// The token is stale: memory follows what the tier has found at `asked`.
+    pub(crate) fn lose(
+        mut self,
+        outcome: Option<Outcome>,
+        found: Option<Found>,
+        asked: Instant,
+    ) -> Stale {
+        let through = Arc::clone(&self.through);
+        through.note_lost(found.as_ref());
+        let stale = Stale { outcome, found: found.clone().map(Box::new) };
+        let Some(permit) = self.permit.take() else { return stale };
+        match found {
+            Some(Found { state, age, remaining, .. })
+                if matches!(state, State::Completed(_) | State::NotKept) =>
+            {
+                through.settle_as(permit, &self.frame, state, age, remaining, asked);
+            }
+            // Another owner runs: those who wait here, and this caller, wait for that one.
+            Some(Found { state: State::InFlight, .. }) => {
+                let own = permit.fingerprint();
+                tokio::spawn(watch(through, permit, self.frame.clone(), own));
+            }
+            _ => drop(permit.release()),
+        }
+        stale
+    }
+
+    /// The tier has the outcome since some time after `asked`.
+    pub(crate) fn publish(
+        mut self,
+        outcome: Option<Outcome>,
+        asked: Instant,
+    ) -> Result<Completed, Stale> {
+        let Some(permit) = self.permit.take() else { return Err(Stale { outcome, found: None }) };
+        let remaining = self.retention().saturating_sub(asked.elapsed());
+        let given = outcome.clone();
+        permit.complete_for(outcome, remaining).map_err(|_| Stale { outcome: given, found: None })
+    }
+
+    /// What became of the transaction that completes the record, if that is found out soon; else it
+    /// is found out in the background.
+    #[cfg(feature = "http")]
+    pub(crate) async fn conclude(
+        self,
+        outcome: Option<Outcome>,
+        since: Instant,
+        is_committed: bool,
+    ) -> Concluded {
+        if !is_committed {
+            let id = Identity::from_frame(&self.frame);
+            let release = self.through.tier.release(id, self.token);
+            match timeout(self.through.settings.answer_within, release).await {
+                Ok(Ok(Landed::Done | Landed::Lost(None))) => {
+                    if let Some(permit) = { self }.permit.take() {
+                        let _ = permit.release();
+                    }
+                    return Concluded::RolledBack;
+                }
+                Ok(Ok(Landed::Lost(Some(found)))) if found.token == self.token => {}
+                Ok(Ok(Landed::Lost(found))) => {
+                    drop(self.lose(outcome, found, since));
+                    return Concluded::Lost;
+                }
+                Ok(Err(_)) | Err(_) => {
+                    self.find_out(outcome, since);
+                    return Concluded::Unknown;
+                }
+            }
+        }
+        match self.publish(outcome, since) {
+            Ok(completed) => Concluded::Committed(completed),
+            Err(_) => Concluded::Lost,
+        }
+    }
+
+    /// Nobody knows whether the transaction was committed that completes the record. A release waits
+    /// for it (rule 6 of the contract): done, it was rolled back; lost, it was committed.
+    pub(crate) fn find_out(mut self, outcome: Option<Outcome>, since: Instant) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let Some(permit) = self.permit.take() else { return };
+        let (through, frame, token) = (Arc::clone(&self.through), self.frame.clone(), self.token);
+        runtime.spawn(async move {
+            // Not behind the circuit: that a transaction takes long says nothing of the tier.
+            let release = || async {
+                let release = through.tier.release(Identity::from_frame(&frame), token);
+                timeout(through.settings.answer_within, release)
+                    .await
+                    .unwrap_or_else(|_| Err(TierError::unavailable("the transaction is open")))
+            };
+            let Settings { retention, max_run, .. } = through.settings;
+            let landed = release.retry(backoff(max_run.saturating_add(retention))).await;
+            self.permit = Some(permit);
+            match landed {
+                Ok(Landed::Done | Landed::Lost(None)) => {
+                    if let Some(permit) = self.permit.take() {
+                        let _ = permit.release();
+                    }
+                }
+                Ok(Landed::Lost(Some(found))) if found.token == token => {
+                    let _ = self.publish(outcome, since);
+                }
+                Ok(Landed::Lost(found)) => drop(self.lose(outcome, found, since)),
+                // Dropped: held, or what the setting says.
+                Err(_) => {}
+            }
+        });
+    }
+
+    /// Gives the identity up, with an answer for those who wait here.
+    pub(crate) async fn release(mut self, answer: Option<Outcome>) -> Result<(), Stale> {
+        let landed = self.step(Unwritten::Release).await;
+        let Some(permit) = self.permit.take() else { return Ok(()) };
+        let _ = match answer {
+            Some(answer) => permit.release_with(answer),
+            None => permit.release(),
+        };
+        match landed {
+            // Gone already is as good as given up.
+            Landed::Done | Landed::Lost(None) => Ok(()),
+            Landed::Lost(found) => Err(Stale { outcome: None, found: found.map(Box::new) }),
+        }
+    }
+
+    /// Keeps the identity shut.
+    pub(crate) async fn hold(mut self) -> Result<(), Stale> {
+        let landed = self.step(Unwritten::Hold).await;
+        if let Some(permit) = self.permit.take() {
+            self.through.shut(permit, &self.frame);
+        }
+        match landed {
+            Landed::Done => Ok(()),
+            Landed::Lost(found) => Err(Stale { outcome: None, found: found.map(Box::new) }),
+        }
+    }
+
+    /// Tells the tier; what it cannot be told now is told later.
+    async fn step(&mut self, step: Unwritten) -> Landed {
+        if !self.is_in_tier {
+            return Landed::Done;
+        }
+        let id = Identity::from_frame(&self.frame);
+        let answer = match step {
+            Unwritten::Hold => {
+                self.through.tier.hold(id, self.token, self.through.settings.retention)
+            }
+            _ => self.through.tier.release(id, self.token),
+        };
+        self.through.ask(answer).await.unwrap_or_else(|_| {
+            self.through.write_later(self.frame.clone(), self.token, step);
+            Landed::Done
+        })
+    }
+
+    /// Gives the identity up without waiting for the tier: nothing was done.
+    #[cfg(feature = "http")]
+    pub(crate) fn give_up(mut self) {
+        let Some(permit) = self.permit.take() else { return };
+        if self.is_in_tier {
+            self.through.write_later(self.frame.clone(), self.token, Unwritten::Release);
+        }
+        let _ = permit.release();
+    }
+
+    /// Leaves `bytes` for the next owner, should this one vanish.
+    pub(crate) async fn leave_checkpoint(&self, bytes: Bytes) -> Result<Landed, TierError> {
+        let id = Identity::from_frame(&self.frame);
+        self.through.ask(self.through.tier.checkpoint(id, self.token, bytes)).await
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        let Some(permit) = self.permit.take() else { return };
+        let step = match self.through.settings.on_abandon {
+            Abandon::Hold => Unwritten::Hold,
+            Abandon::Release => Unwritten::Release,
+        };
+        if self.is_in_tier {
+            self.through.write_later(self.frame.clone(), self.token, step);
+        }
+        drop(permit);
+    }
+}
+
+/// A completion on its way. Dropped before it is answered, it is told again, and memory publishes.
+struct Completing<'a> {
+    owned: &'a mut Owned,
+    /// `None` once answered.
+    outcome: Option<Option<Outcome>>,
+}
+
+impl Drop for Completing<'_> {
+    fn drop(&mut self) {
+        let Some(outcome) = self.outcome.take() else { return };
+        let Some(permit) = self.owned.permit.take() else { return };
+        let Owned { through, frame, token, .. } = &*self.owned;
+        through.publish_unwritten(permit, frame.clone(), *token, outcome);
+    }
+}
