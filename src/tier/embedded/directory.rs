@@ -7,6 +7,7 @@ use std::{
     io::{self, ErrorKind, Seek, SeekFrom, Write},
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
+    time::Duration,
 };
 
 use fjall::{Database, Keyspace, KeyspaceCreateOptions, OwnedWriteBatch};
@@ -134,12 +135,27 @@ fn is_new(path: &Path) -> Result<bool, TierError> {
     }
 }
 
+/// How long a lock is waited for: a child that this process has just forked has all that was open, also
+/// if it was closed here since, until it begins its own program.
+const PATIENCE: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(10);
+
 /// Nobody else has the directory open until the file is dropped.
 fn lock(path: &Path) -> Result<File, TierError> {
     let file = path.join("lock");
     let options = File::options().write(true).create(true).truncate(false).open(&file);
     let lock = options.map_err(|error| io_error(path, &error))?;
-    match lock.try_lock() {
+    let mut patience = PATIENCE;
+    let locked = loop {
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) if !patience.is_zero() => {
+                std::thread::sleep(PAUSE);
+                patience = patience.saturating_sub(PAUSE);
+            }
+            locked => break locked,
+        }
+    };
+    match locked {
         Ok(()) => Ok(lock),
         Err(TryLockError::WouldBlock) => Err(TierError::unavailable(format!(
             "{} is open already, in this process or in another: only one may have it",
