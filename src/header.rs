@@ -48,8 +48,12 @@ impl Key {
     pub fn new(characters: impl AsRef<[u8]>) -> Result<Self, KeyError> {
         let bytes = characters.as_ref();
         check(bytes)?;
-        // ASCII, as `check` has seen: each byte is its character.
-        Ok(Self(bytes.iter().copied().map(char::from).collect()))
+        Ok(Self::made(bytes))
+    }
+
+    /// Of bytes that [`check`] would take: ASCII, so each is its character.
+    pub(crate) fn made(bytes: &[u8]) -> Self {
+        Self(bytes.iter().copied().map(char::from).collect())
     }
 
     /// The characters of the key.

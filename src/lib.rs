@@ -9,6 +9,7 @@ mod store;
 mod fingerprint;
 mod header;
 mod identity;
+mod intent;
 // Who runs it?
 mod claim;
 mod engine;
@@ -46,6 +47,7 @@ pub use fingerprint::{Fingerprint, FingerprintBuilder, Scheme};
 pub use header::KeyForm;
 pub use header::{Key, KeyError};
 pub use identity::{Identity, IdentityError};
+pub use intent::IntentKey;
 #[cfg(feature = "tier")]
 pub use outcome::DecodeError;
 pub use outcome::{HeaderLines, Outcome};

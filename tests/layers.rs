@@ -17,7 +17,7 @@ const FLOORS: &[&[&str]] = &[
     &["sync"],
     &["clock", "header", "fingerprint", "outcome", "stats", "reclaim"],
     &["identity", "error"],
-    &["record"],
+    &["record", "intent"],
     &["waiters", "index", "expire"],
     &["capacity", "lane"],
     &["engine"],

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::{Identity, IdentityError, Key, Token};
+use crate::{Identity, IdentityError, IntentKey, Key, Token};
 
 /// The identity in parts that own their bytes, as captured from the head of the request (R12).
 pub(crate) struct Caller {
@@ -51,6 +51,30 @@ impl Attempt {
     /// The endpoint, such as `POST /orders/{}/refund` (R2).
     pub fn endpoint(&self) -> &str {
         &self.caller.endpoint
+    }
+
+    /// The key of a call to another service that the handler makes to do its work: the same on
+    /// every attempt, another for every account ([`Identity::downstream`]).
+    ///
+    /// ```
+    /// use oncekey::http::Attempt;
+    ///
+    /// fn capture(attempt: &Attempt) -> http::request::Builder {
+    ///     let key = attempt.downstream("psp", ["capture"]);
+    ///     http::Request::post("/captures").header("Idempotency-Key", key.as_str())
+    /// }
+    /// ```
+    pub fn downstream<P: AsRef<[u8]>>(
+        &self,
+        name: impl AsRef<[u8]>,
+        parts: impl IntoIterator<Item = P>,
+    ) -> IntentKey {
+        match self.caller.identity() {
+            Ok(identity) => identity.downstream(name, parts),
+            // It was one when it was claimed, so this is for the compiler; it would do no harm.
+            Err(_) => IntentKey::derived(self.account(), [self.endpoint(), self.key()])
+                .downstream(name, parts),
+        }
     }
 
     /// The fencing number of the claim under which the handler runs (R9).
