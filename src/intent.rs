@@ -15,8 +15,6 @@
 //! kind ([`Fingerprint::builder`]). `tests/vectors.json` holds values that never change, and
 //! `tests/vectors.mjs` makes them in another language.
 
-use uuid::Uuid;
-
 use crate::fingerprint::{Fingerprint, FingerprintBuilder, Scheme};
 use crate::header::{self, Key, KeyError};
 use crate::identity::Identity;
@@ -56,8 +54,10 @@ impl IntentKey {
     /// If the operating system has no random bytes to give, which on a supported one does not
     /// happen once it runs.
     pub fn random() -> Self {
-        let mut text = Uuid::encode_buffer();
-        Self::made(Uuid::new_v4().hyphenated().encode_lower(&mut text).as_bytes())
+        let mut bytes = [0; 16];
+        #[allow(clippy::expect_used, reason = "documented; a key that is not random is worse")]
+        getrandom::fill(&mut bytes).expect("random bytes from the operating system");
+        Self::uuid(bytes)
     }
 
     /// The key that follows from a name and parts: always the same for the same, another for
@@ -95,9 +95,9 @@ impl IntentKey {
     /// ```
     /// use oncekey::IntentKey;
     ///
-    /// let order = IntentKey::derived("order", ["8812"]); let (hold, mail) =
-    /// (order.downstream("psp", ["hold"]), order.downstream::<&str>("mail", []));
-    /// assert_eq!((hold.as_str(), mail.as_str()), ("order:8812/psp:hold", "order:8812/mail"));
+    /// let order = IntentKey::derived("order", ["8812"]);
+    /// assert_eq!(order.downstream("psp", ["hold"]).as_str(), "order:8812/psp:hold");
+    /// assert_eq!(order.downstream::<&str>("mail", []).as_str(), "order:8812/mail");
     /// ```
     #[must_use]
     pub fn downstream<P: AsRef<[u8]>>(
@@ -149,10 +149,19 @@ impl IntentKey {
         }
     }
 
+    /// RFC 9562, 5.4: 122 of these bits, and 6 that say that they are random.
+    fn uuid(mut bytes: [u8; 16]) -> Self {
+        bytes[6] = bytes[6] & 0x0f | 0x40;
+        bytes[8] = bytes[8] & 0x3f | 0x80;
+        let mut text = hex(&bytes);
+        for at in [20, 16, 12, 8] {
+            text.insert(at, b'-');
+        }
+        Self::made(&text)
+    }
+
     fn hashed(name: &[u8], hash: &Fingerprint) -> Self {
-        let digits =
-            |byte: &u8| [byte >> 4, byte & 15].map(|four| b"0123456789abcdef"[four as usize]);
-        let digest: Vec<u8> = hash.digest().iter().flat_map(digits).collect();
+        let digest = hex(hash.digest());
         let room = header::MAX_KEY - digest.len() - 1;
         let name =
             if name.len() <= room && name.iter().copied().all(is_plain) { name } else { b"" };
@@ -164,6 +173,11 @@ impl IntentKey {
         debug_assert!(header::check(text).is_ok());
         Self(Key::made(text))
     }
+}
+
+fn hex(bytes: &[u8]) -> Vec<u8> {
+    let digits = |byte: &u8| [byte >> 4, byte & 15].map(|four| b"0123456789abcdef"[four as usize]);
+    bytes.iter().flat_map(digits).collect()
 }
 
 /// A byte of a part that can be read: it means nothing in a key, and needs no quotes.
@@ -285,9 +299,14 @@ mod tests {
 
     #[test]
     fn a_random_key_is_a_uuid_of_version_4() {
-        let key = IntentKey::random();
-        let uuid = Uuid::parse_str(key.as_str()).unwrap();
-        assert_eq!((key.as_str().len(), uuid.get_version_num()), (36, 4));
+        let of = |byte| IntentKey::uuid([byte; 16]);
+        assert_eq!(of(0).as_str(), "00000000-0000-4000-8000-000000000000");
+        assert_eq!(of(0xff).as_str(), "ffffffff-ffff-4fff-bfff-ffffffffffff");
+        assert_eq!(of(0xa5).as_str(), "a5a5a5a5-a5a5-45a5-a5a5-a5a5a5a5a5a5");
+        let keys: Vec<_> = (0..100).map(|_| IntentKey::random()).collect();
+        assert!(keys.iter().all(|key| key.as_str().as_bytes()[14] == b'4'));
+        let different: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(different.len(), 100);
     }
 
     #[test]
