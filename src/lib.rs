@@ -38,6 +38,10 @@ mod reclaim;
 mod stats;
 mod sync;
 
+#[cfg(all(any(doc, doctest), feature = "full"))]
+#[doc = include_str!("../docs/guide.md")]
+pub mod guide {}
+
 pub use claim::{Claim, Pending, Replay, Settled, TimedOut, Wait};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use engine::{Abandon, Lapse};
