@@ -8,17 +8,22 @@ mod common;
 #[path = "common/postgres.rs"]
 mod postgres_server;
 
-use std::process::Command;
+use std::{path::PathBuf, process::Command};
 
 use common::watchdog;
 use sqlx::ConnectOptions as _;
 
-/// What `target/PROFILE/examples/NAME` prints.
-fn run(name: &str, arguments: &[&str]) -> String {
+/// `target/PROFILE/examples/NAME`.
+fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let program = test.parent().unwrap().parent().unwrap().join("examples").join(name);
     assert!(program.is_file(), "missing: cargo build --examples --all-features");
-    let output = Command::new(program).args(arguments).output().unwrap();
+    program
+}
+
+/// What it prints.
+fn run(name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program(name)).args(arguments).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{name}: {text}{said}");
@@ -88,4 +93,18 @@ fn postgres_transaction_is_one_for_two_nodes() {
     says(&text, r#"node 0: 201 Created, replay: false, {"id":1,"amount":1200}"#);
     says(&text, r#"node 1: 201 Created, replay: true, {"id":1,"amount":1200}"#);
     says(&text, "2 attempts on 2 nodes, 1 row");
+}
+
+#[test]
+fn capacity_does_the_sum_and_refuses_what_is_no_number() {
+    let _watchdog = watchdog();
+    let text = run("capacity", &["--rate", "20", "--retention", "24h", "--body", "300"]);
+    assert!(text.contains("one node keeps them all"), "{text}");
+    let text = run("capacity", &["--rate", "2000", "--retention", "24h", "--simulate"]);
+    assert!(text.contains("put a tier behind it") && text.contains("by account"), "{text}");
+    for wrong in [&["--rate"][..], &["--rate", "-1"], &["--retention", "24"], &["--bogus", "1"]] {
+        let output = Command::new(program("capacity")).args(wrong).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("usage: capacity"));
+    }
 }
