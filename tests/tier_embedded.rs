@@ -10,7 +10,6 @@ mod embedded;
 use std::{
     fs,
     os::unix::fs::MetadataExt,
-    pin::Pin,
     process::Command,
     sync::{
         Arc,
@@ -41,11 +40,11 @@ struct Host {
 
 #[cfg(feature = "conformance")]
 impl oncekey::tier::conformance::Host for Host {
-    fn node(&self) -> Pin<Box<dyn Future<Output = Arc<dyn Tier>> + Send + '_>> {
+    fn node(&self) -> std::pin::Pin<Box<dyn Future<Output = Arc<dyn Tier>> + Send + '_>> {
         Box::pin(async { Arc::new(self.tier.clone()) as Arc<dyn Tier> })
     }
 
-    fn advance(&self, by: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+    fn advance(&self, by: Duration) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         Box::pin(async move { self.clock.advance(by) })
     }
 }
