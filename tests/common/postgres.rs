@@ -58,6 +58,9 @@ impl Server {
         must(unprivileged(&programs.join("initdb")).args(init).arg(&data));
         let keep = "read -r _; \"$1\" -D \"$2/data\" -m immediate stop; rm -rf \"$2\"";
         let keeper = unprivileged(Path::new("sh"))
+            // Not in the group of the tests: whoever ends those by a signal to the group, as a
+            // terminal does, is not to end what cleans up after them.
+            .process_group(0)
             .args(["-c", keep, "sh"])
             .arg(programs.join("pg_ctl"))
             .arg(&dir)
@@ -170,6 +173,7 @@ impl Pooler {
             fs::write(dir.join("config"), config).unwrap();
             let run = "exec 3<&0; (read -r _ <&3; kill $$) & exec \"$1\" -q \"$2\" 3<&-";
             let pooler = unprivileged(Path::new("sh"))
+                .process_group(0)
                 .args(["-c", run, "sh"])
                 .arg(program)
                 .arg(dir.join("config"))
