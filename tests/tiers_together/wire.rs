@@ -1,0 +1,189 @@
+//! A way to a server that fails.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use Line::{AnswersLost, Cut, Fair, Silent, Slow};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream, tcp},
+    sync::{Notify, watch},
+};
+
+use super::*;
+
+/// What becomes of what is said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Line {
+    #[default]
+    Fair,
+    /// It gets there when the line is another again, and so does the answer.
+    Slow,
+    /// It is lost, and nobody is told.
+    Silent,
+    /// What is asked gets there; what is answered is lost.
+    AnswersLost,
+    /// Connections end, new ones at once.
+    Cut,
+}
+
+/// A way to a server.
+#[derive(Clone)]
+struct Proxy {
+    port: u16,
+    line: watch::Sender<Line>,
+    /// Those who are to be cut.
+    cut: Arc<Notify>,
+}
+
+impl Proxy {
+    async fn to(server: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let proxy = Self { port, line: watch::Sender::default(), cut: Arc::default() };
+        let here = proxy.clone();
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                if *here.line.borrow() == Cut {
+                    continue;
+                }
+                let Ok(server) = TcpStream::connect(&server).await else { continue };
+                let (from_client, to_client) = client.into_split();
+                let (from_server, to_server) = server.into_split();
+                let there = here.clone().pass(from_client, to_server, |line| line != Silent);
+                let back = here.clone().pass(from_server, to_client, |line| line == Fair);
+                let here = here.clone();
+                tokio::spawn(async move {
+                    tokio::select! {
+                        // Whoever has gone takes back nothing of what is on its way.
+                        () = async { tokio::join!(there, back); } => {}
+                        () = here.cut.notified() => {}
+                    }
+                });
+            }
+        });
+        proxy
+    }
+
+    fn becomes(&self, line: Line) {
+        self.line.send_replace(line);
+        if line == Cut {
+            self.cut.notify_waiters();
+        }
+    }
+
+    async fn pass(
+        self,
+        mut from: tcp::OwnedReadHalf,
+        mut to: tcp::OwnedWriteHalf,
+        gets_through: fn(Line) -> bool,
+    ) {
+        let (mut bytes, mut line) = (vec![0; 16 << 10], self.line.subscribe());
+        loop {
+            let Ok(read @ 1..) = from.read(&mut bytes).await else { return };
+            let Ok(now) = line.wait_for(|line| *line != Slow).await.map(|line| *line) else {
+                return;
+            };
+            // What was lost is lost: a connection that missed something is of no use any more.
+            if !gets_through(now) {
+                std::future::pending::<()>().await;
+            }
+            if to.write_all(&bytes[..read]).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Whatever happens between us and the server: every client ends with the right answer, and no work
+/// runs twice.
+#[tokio::test(flavor = "multi_thread")]
+async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
+    const KEYS: usize = 120;
+    let _watchdog = watchdog();
+    let mut places: Vec<(&str, Arc<dyn Tier>, Proxy)> = Vec::new();
+    if let Some(server) = postgres_server::shared() {
+        let direct = server.options();
+        let proxy = Proxy::to(format!("127.0.0.1:{}", direct.get_port())).await;
+        let pool = sqlx::postgres::PgPoolOptions::new()
+            .acquire_timeout(Duration::from_millis(300))
+            .connect_with(direct.host("127.0.0.1").port(proxy.port))
+            .await
+            .unwrap();
+        let builder = PostgresTier::builder().durability(oncekey::tier::Durability::KilledProcess);
+        let tier = builder.schema("wire").connect(pool).await.unwrap();
+        places.push(("postgres", Arc::new(tier), proxy));
+    }
+    let redis = if redis_server::is_installed() {
+        let server = redis_server::Server::durable().await;
+        let proxy = Proxy::to(format!("127.0.0.1:{}", server.port)).await;
+        let url = format!("redis://127.0.0.1:{}", proxy.port);
+        places.push(("redis", Arc::new(RedisTier::connect(&url).await.unwrap()), proxy));
+        Some(server)
+    } else {
+        None
+    };
+    for (name, tier, proxy) in places {
+        let store = Store::builder().lease(LONG).build().unwrap();
+        let builder = Tiered::builder(store).answer_within(Duration::from_millis(200));
+        let node = builder.open_shared(Arc::clone(&tier), Lapse::Hold).await.unwrap();
+        let runs: Arc<Vec<_>> = Arc::new((0..KEYS).map(|_| AtomicUsize::new(0)).collect());
+        let mut clients = tokio::task::JoinSet::new();
+        for n in 0..KEYS * 2 {
+            let (node, runs) = (node.clone(), Arc::clone(&runs));
+            clients.spawn(async move {
+                let key = (n / 2).to_string();
+                // They come one after the other, so that each kind of fault meets some.
+                tokio::time::sleep(Duration::from_millis(25 * (n as u64 / 2))).await;
+                loop {
+                    match node.claim(&id(&key), same()).await {
+                        Ok(TieredClaim::Won(permit)) => {
+                            runs[n / 2].fetch_add(1, Ordering::SeqCst);
+                            // Long enough that faults come between claim and completion.
+                            tokio::time::sleep(Duration::from_millis(40)).await;
+                            permit.complete(outcome(&key)).await.unwrap();
+                            return;
+                        }
+                        Ok(TieredClaim::Replay(replay)) => {
+                            assert_eq!(replay.into_outcome(), outcome(&key), "{name}");
+                            return;
+                        }
+                        Ok(TieredClaim::InFlight(_)) | Err(TieredError::Unavailable { .. }) => {}
+                        other => panic!("{name}, {key}: {other:?}"),
+                    }
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            });
+        }
+        for line in [Silent, Cut, Slow, AnswersLost, Cut, Silent, Slow, Cut, AnswersLost, Slow] {
+            tokio::time::sleep(Duration::from_millis(120)).await;
+            proxy.becomes(line);
+            if line == Slow {
+                // Until somebody has given up what gets there afterwards.
+                let failed = node.stats().failed;
+                until(async || node.stats().failed > failed || clients.is_empty()).await;
+            } else {
+                tokio::time::sleep(Duration::from_millis(120)).await;
+                proxy.becomes(Cut);
+            }
+            proxy.becomes(Fair);
+        }
+        while let Some(client) = clients.join_next().await {
+            client.unwrap();
+        }
+        until(async || node.stats().unwritten == 0).await;
+        let stats = node.stats();
+        assert!(stats.failed > 0, "{name}: there were faults");
+        assert_eq!((stats.lost, stats.double_runs, stats.given_up), (0, 0, 0), "{name}");
+        // Another node has them all from the server.
+        let later =
+            Tiered::builder(Store::builder().build().unwrap()).open_shared(tier, Lapse::Hold);
+        let later = later.await.unwrap();
+        for (n, ran) in runs.iter().enumerate() {
+            let ran = ran.load(Ordering::SeqCst);
+            assert_eq!(ran, 1, "{name}, {n}");
+            let key = n.to_string();
+            assert_eq!(replayed(&later, &key).await, outcome(&key), "{name}");
+        }
+    }
+    drop(redis);
+}
