@@ -142,26 +142,31 @@ const PAUSE: Duration = Duration::from_millis(10);
 
 /// Nobody else has the directory open until the file is dropped.
 fn lock(path: &Path) -> Result<File, TierError> {
+    let mut patience = PATIENCE;
+    lock_while(path, || {
+        std::thread::sleep(PAUSE);
+        patience = patience.saturating_sub(PAUSE);
+        !patience.is_zero()
+    })
+}
+
+/// Tries again after each `pause`, as long as that says so.
+fn lock_while(path: &Path, mut pause: impl FnMut() -> bool) -> Result<File, TierError> {
     let file = path.join("lock");
     let options = File::options().write(true).create(true).truncate(false).open(&file);
     let lock = options.map_err(|error| io_error(path, &error))?;
-    let mut patience = PATIENCE;
-    let locked = loop {
+    loop {
         match lock.try_lock() {
-            Err(TryLockError::WouldBlock) if !patience.is_zero() => {
-                std::thread::sleep(PAUSE);
-                patience = patience.saturating_sub(PAUSE);
+            Ok(()) => return Ok(lock),
+            Err(TryLockError::WouldBlock) if pause() => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(TierError::unavailable(format!(
+                    "{} is open already, in this process or in another: only one may have it",
+                    path.display(),
+                )));
             }
-            locked => break locked,
+            Err(TryLockError::Error(error)) => return Err(io_error(path, &error)),
         }
-    };
-    match locked {
-        Ok(()) => Ok(lock),
-        Err(TryLockError::WouldBlock) => Err(TierError::unavailable(format!(
-            "{} is open already, in this process or in another: only one may have it",
-            path.display(),
-        ))),
-        Err(TryLockError::Error(error)) => Err(io_error(path, &error)),
     }
 }
 
@@ -332,4 +337,67 @@ pub(super) fn failure(error: &fjall::Error) -> String {
         other => other,
     };
     format!("the engine has stopped, because the disk is full or failing: {cause}")
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "this is a test")]
+
+    use super::*;
+
+    /// An empty directory, gone with its value.
+    struct Empty(std::path::PathBuf);
+
+    impl Empty {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("oncekey-{name}-{}", std::process::id()));
+            fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Empty {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// A child that was forked has the very file that is locked, as a second handle of it has.
+    #[test]
+    fn t7_a_lock_that_a_child_still_has_is_waited_for() {
+        let directory = Empty::new("lock-of-a-child");
+        let locked = lock(&directory.0).unwrap();
+        let mut child = Some(locked.try_clone().unwrap());
+        drop(locked);
+        let mut pauses = 0;
+        let lock = lock_while(&directory.0, || {
+            pauses += 1;
+            if pauses == 3 {
+                // It has begun its own program.
+                child = None;
+            }
+            true
+        });
+        drop(lock.unwrap());
+        assert_eq!(pauses, 3);
+    }
+
+    #[test]
+    fn t7_a_lock_that_another_keeps_is_an_error_that_says_so() {
+        let directory = Empty::new("lock-of-another");
+        let locked = lock(&directory.0).unwrap();
+        let mut pauses = 0;
+        let refused = lock_while(&directory.0, || {
+            pauses += 1;
+            pauses < 5
+        });
+        let said = refused.unwrap_err();
+        assert!(matches!(said, TierError::Unavailable(_)), "{said:?}");
+        assert!(said.to_string().contains("is open already"), "{said}");
+        assert_eq!(pauses, 5, "it was waited for");
+        // What is waited for in earnest ends too.
+        assert!(matches!(lock(&directory.0), Err(TierError::Unavailable(_))));
+        drop(locked);
+        drop(lock(&directory.0).unwrap());
+    }
 }
