@@ -116,13 +116,13 @@ async fn ask(address: &str, key: &str, query: &str) -> Option<(u16, String)> {
 }
 
 /// Asks one process after the other until there is a charge.
-async fn insist(fleet: &Fleet, key: &str, mut dice: Dice) -> String {
+async fn insist(fleet: &Fleet, key: &str, query: &str, mut dice: Dice) -> String {
     loop {
         let address = {
             let fleet = fleet.lock().unwrap();
             fleet[dice.roll(fleet.len() as u64) as usize].clone()
         };
-        match timeout(Duration::from_secs(15), ask(&address, key, "?delay_ms=5")).await {
+        match timeout(Duration::from_secs(15), ask(&address, key, query)).await {
             Ok(Some((201, body))) => return body,
             Ok(Some((409 | 500..=599, _)) | None) | Err(_) => {}
             Ok(Some(other)) => panic!("{key}: {other:?}"),
@@ -131,9 +131,33 @@ async fn insist(fleet: &Fleet, key: &str, mut dice: Dice) -> String {
     }
 }
 
+/// How many claims a process has taken over, as far as it can be asked.
+async fn taken_over(address: &str) -> u64 {
+    let asked = async {
+        let mut stream = TcpStream::connect(address).await.ok()?;
+        stream.write_all(b"GET /stats HTTP/1.0\r\n\r\n").await.ok()?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.ok()?;
+        let (_, tier) = answer.split_once("\"tier\":")?;
+        let (_, number) = tier.split_once("\"taken_over\":")?;
+        number.split(',').next()?.parse().ok()
+    };
+    timeout(Duration::from_secs(15), asked).await.ok().flatten().unwrap_or(0)
+}
+
+/// What came of a storm.
+struct Storm {
+    /// The one answer of each key.
+    answers: HashMap<String, String>,
+    /// Those that live.
+    processes: Vec<Process>,
+    /// Takeovers that those which were killed have counted, a moment before.
+    counted: u64,
+}
+
 /// Sends every key by one to three clients to any process, while one of them after the other is
-/// killed. The one answer of each key.
-async fn storm(flags: &[String]) -> HashMap<String, String> {
+/// killed.
+async fn storm(flags: &[String], query: &'static str) -> Storm {
     let (keys, nodes) = (keys(), nodes());
     let mut processes = Vec::new();
     for _ in 0..nodes {
@@ -148,25 +172,25 @@ async fn storm(flags: &[String]) -> HashMap<String, String> {
         let places = Arc::new(tokio::sync::Semaphore::new(32));
         let mut dice = Dice::new(7);
         for n in 0..keys {
-            for copy in 0..=dice.roll(3) {
+            for _ in 0..=dice.roll(3) {
                 let place = Arc::clone(&places).acquire_owned().await.unwrap();
                 let (fleet, sender) = (Arc::clone(&clients), sender.clone());
                 let own = Dice::new(dice.roll(1 << 40));
                 tokio::spawn(async move {
                     let key = format!("key-{n}");
-                    let answer = insist(&fleet, &key, own).await;
-                    let _ = sender.send((key, copy, answer));
+                    let answer = insist(&fleet, &key, query, own).await;
+                    let _ = sender.send((key, answer));
                     drop(place);
                 });
             }
         }
     });
     let mut answers: HashMap<String, String> = HashMap::new();
-    let (mut next, mut kills) = (0, 0);
+    let (mut kills, mut counted) = (0, 0);
     loop {
         match timeout(Duration::from_millis(1_000), receiver.recv()).await {
             Ok(None) => break,
-            Ok(Some((key, _, answer))) => {
+            Ok(Some((key, answer))) => {
                 let first = answers.entry(key.clone()).or_insert_with(|| answer.clone());
                 assert_eq!(*first, answer, "{key} has two answers");
                 // The more are answered, the more have died: whatever the machine's speed.
@@ -176,17 +200,18 @@ async fn storm(flags: &[String]) -> HashMap<String, String> {
             }
             Err(_) => {}
         }
-        let died = next % processes.len();
-        processes[died] = Process::start(flags).await;
-        fleet.lock().unwrap()[died] = processes[died].address.clone();
-        next += 1;
+        let dies = kills % processes.len();
+        let next = Process::start(flags).await;
+        counted += taken_over(&processes[dies].address).await;
+        fleet.lock().unwrap()[dies] = next.address.clone();
+        processes[dies] = next;
         kills += 1;
     }
     sending.await.unwrap();
     assert_eq!(answers.len(), keys);
     assert!(kills >= deaths() / 2, "{kills} kills");
     println!("{keys} keys, {nodes} processes, {kills} killed");
-    answers
+    Storm { answers, processes, counted }
 }
 
 fn flags(tier: &str, on_lapse: &str) -> Vec<String> {
@@ -203,7 +228,7 @@ async fn t7_processes_on_one_postgres_that_are_killed_charge_each_key_once() {
     let Some(server) = postgres_server::Server::start(&[]) else { return };
     let _watchdog = watchdog_of(Duration::from_secs(1_800));
     let url = server.options().to_url_lossy().to_string();
-    let answers = storm(&flags(&url, "takeover")).await;
+    let Storm { answers, .. } = storm(&flags(&url, "takeover"), "?delay_ms=5").await;
     let pool = server.pool().await;
     let rows: Vec<(String, String)> =
         sqlx::query_as("SELECT intent, id FROM charges").fetch_all(&pool).await.unwrap();
@@ -213,6 +238,72 @@ async fn t7_processes_on_one_postgres_that_are_killed_charge_each_key_once() {
     }
 }
 
+/// Notes every takeover beside it: whose claim it was, whose it is, and whether the lease was over.
+const NOTES: &str = "
+    CREATE TABLE takeovers (key bytea, former bigint, taker bigint, is_lapsed boolean);
+    CREATE FUNCTION note_takeover() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        INSERT INTO public.takeovers VALUES (NEW.key, OLD.owner, NEW.owner, NOT EXISTS (
+            SELECT FROM oncekey.idempotency_owners o
+            WHERE o.owner = OLD.owner AND o.alive_until > clock_timestamp()
+        ));
+        RETURN NULL;
+    END $$;
+    CREATE TRIGGER note_takeover AFTER UPDATE ON oncekey.idempotency_keys FOR EACH ROW
+        WHEN (OLD.owner <> NEW.owner) EXECUTE FUNCTION note_takeover();
+";
+
+/// A charge and its answer in two transactions: who dies between them has charged, and whoever takes
+/// the key over charges again. That happens by a takeover of a lapsed claim and in no other way, and
+/// each takeover is counted by who made it. No client ever sees two answers.
+#[tokio::test(flavor = "multi_thread")]
+async fn t7_without_one_transaction_what_runs_twice_was_taken_over_and_counted() {
+    let Some(server) = postgres_server::Server::start(&[]) else { return };
+    let _watchdog = watchdog_of(Duration::from_secs(1_800));
+    let pool = server.pool().await;
+    drop(oncekey::tier::PostgresTier::connect(pool.clone()).await.unwrap());
+    sqlx::raw_sql(NOTES).execute(&pool).await.unwrap();
+    let url = server.options().to_url_lossy().to_string();
+    let storm = storm(&flags(&url, "takeover"), "?delay_ms=5&apart_ms=20").await;
+    let number = async |query: &'static str| -> i64 {
+        sqlx::query_scalar(query).fetch_one(&pool).await.unwrap()
+    };
+    let unexplained = "SELECT count(*) FROM (
+            SELECT intent, count(*) AS rows FROM charges GROUP BY intent
+        ) charged WHERE rows > 1 + (
+            SELECT count(*) FROM takeovers WHERE key = convert_to(charged.intent, 'UTF8')
+        )";
+    assert_eq!(number(unexplained).await, 0, "keys that ran again and were not taken over");
+    let early = "SELECT count(*) FROM takeovers WHERE NOT is_lapsed";
+    assert_eq!(number(early).await, 0, "claims that were taken over while their owner beat");
+    // A key that somebody was answered for stands in the books.
+    let keys: i64 = number("SELECT count(DISTINCT intent) FROM charges").await;
+    assert_eq!(keys, storm.answers.len() as i64);
+    let noted = number("SELECT count(*) FROM takeovers").await;
+    let twice = number("SELECT count(*) - count(DISTINCT intent) FROM charges").await;
+    // The last of those that were killed is taken for alive for the rest of its lease.
+    let alive =
+        "SELECT count(*) FROM oncekey.idempotency_owners WHERE alive_until > clock_timestamp()";
+    while number(alive).await != storm.processes.len() as i64 {
+        sleep(Duration::from_millis(50)).await;
+    }
+    let mut living = 0;
+    for process in &storm.processes {
+        living += taken_over(&process.address).await;
+    }
+    println!(
+        "{twice} rows beyond one for each key; {noted} takeovers, counted by those that live {living}, \
+         by those that were killed, a moment before, {}",
+        storm.counted
+    );
+    assert!(twice <= noted);
+    let of_living = "SELECT count(*) FROM takeovers WHERE taker IN (
+            SELECT owner FROM oncekey.idempotency_owners WHERE alive_until > clock_timestamp()
+        )";
+    let of_living = number(of_living).await;
+    assert!(storm.counted + living <= noted as u64, "none is counted that did not happen");
+    assert_eq!(living, of_living as u64, "who lives has counted all of its own");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn t7_processes_on_one_redis_that_are_killed_give_each_key_one_answer() {
     if !redis_server::is_installed() {
@@ -220,7 +311,8 @@ async fn t7_processes_on_one_redis_that_are_killed_give_each_key_one_answer() {
     }
     let server = redis_server::Server::durable().await;
     let _watchdog = watchdog_of(Duration::from_secs(1_800));
-    let answers = storm(&flags(&server.url(), "takeover")).await;
+    let flags = flags(&server.url(), "takeover");
+    let Storm { answers, .. } = storm(&flags, "?delay_ms=5").await;
     let ids: std::collections::HashSet<_> = answers.values().map(|body| id_of(body)).collect();
     assert_eq!(ids.len(), answers.len(), "no charge stands for two keys");
 }

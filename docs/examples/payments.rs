@@ -18,7 +18,8 @@
 //! The query of `POST /charges` is for experiments: `delay_ms=N` (the charge takes that long),
 //! `pause=1` (it takes until somebody calls `POST /resume`), `respond=STATUS` (charge, then answer
 //! with this status), `fault=panic` or `fault=hang` (charge, then never answer), `body_bytes=N` (pad
-//! the answer to N bytes), `stream=1` (charge, then send an event each 200 ms without end).
+//! the answer to N bytes), `stream=1` (charge, then send an event each 200 ms without end), `apart_ms=N`
+//! (with a database: commit the charge by itself, and the answer N ms later).
 
 #[path = "payments/arguments.rs"]
 mod arguments;

@@ -70,6 +70,7 @@ struct Order {
 #[derive(Default)]
 struct Experiment {
     delay: Duration,
+    apart: Option<Duration>,
     pause: bool,
     respond: Option<StatusCode>,
     fault: Option<Fault>,
@@ -192,6 +193,7 @@ async fn create_charge(
         answer: (status, format!("/charges/{}", charge.id), charge.to_json(experiment.body_bytes)),
     };
     // With a database: the row of the charge and the answer, in one transaction.
+    let key = if experiment.apart.is_some() { Key::default() } else { key };
     let committed = payments
         .opened
         .books
@@ -199,6 +201,8 @@ async fn create_charge(
         .await
         .map_err(|error| (problem(StatusCode::SERVICE_UNAVAILABLE, &error)).into_response())?;
 
+    // Who dies here has charged, and nobody knows.
+    sleep(experiment.apart.unwrap_or_default()).await;
     match experiment.fault {
         #[expect(clippy::panic, reason = "asked for, to see what a retry is told afterwards")]
         Some(Fault::Panic) => panic!("fault=panic was asked for"),
@@ -386,6 +390,7 @@ impl Experiment {
             };
             match name.as_str() {
                 "delay_ms" => experiment.delay = Duration::from_millis(number(0, MOST_MS)?),
+                "apart_ms" => experiment.apart = Some(Duration::from_millis(number(0, MOST_MS)?)),
                 "pause" => experiment.pause = number(0, 1)? == 1,
                 "respond" => {
                     experiment.respond = StatusCode::from_u16(number(200, 599)? as u16).ok();

@@ -68,7 +68,9 @@ pub(crate) enum Books {
     Postgres(oncekey::tier::PostgresTier, sqlx::PgPool),
 }
 
-/// The key of a request, for a transaction; nothing where the store is in memory alone.
+/// The key of a request, for a transaction; nothing where the store is in memory alone, or where the
+/// answer is to be stored by itself.
+#[derive(Default)]
 pub(crate) struct Key {
     #[cfg(feature = "tier")]
     staging: Option<oncekey::http::InTransaction>,
