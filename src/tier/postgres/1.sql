@@ -15,6 +15,9 @@
 --  5. The tables are as small or as large as what they hold, from one minute to the next: a plan
 --     that was made while they were empty must still be right. So plans that read whole tables
 --     are off in functions that keep their plans.
+--     A function that is a transaction of its own turns them off for that transaction, which costs
+--     less than a setting of the function does; the two forms for a transaction of the caller's
+--     have the setting, so that the caller's own comes back.
 --  6. A function is never changed in a later version, because processes of both versions run
 --     during a deploy: a new one gets a new name.
 
@@ -141,21 +144,38 @@ RETURNS SETOF oncekey.idempotency_answer LANGUAGE sql STABLE AS $$
 $$;
 
 -- 'won', 'met' with what is there, or 'owner lapsed'. It never answers nothing: if the winner of
--- a lost insert has vanished, it inserts again (T4).
+-- a lost insert has vanished, it inserts again (T4). A transaction of its own (rule 5).
 CREATE FUNCTION oncekey.idempotency_claim(
     a bytea, e bytea, k bytea,
     by_owner bigint, by_number bigint,
     with_scheme bytea, with_fingerprint bytea,
     max_run_ms bigint, retention_ms bigint, lock_ms bigint
-) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql
-SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
+) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql AS $$
 DECLARE
     met oncekey.idempotency_answer;
-    started timestamptz;
-    due timestamptz;
+    -- In an expression: a statement would cost more.
+    settings text := set_config('lock_timeout', lock_ms::text, true)
+        || set_config('enable_seqscan', 'off', true);
+    started timestamptz := clock_timestamp();
+    due timestamptz := started + max_run_ms * interval '1 ms';
 BEGIN
-    -- Within this function, because it has a setting of its own: the caller's comes back.
-    PERFORM set_config('lock_timeout', lock_ms::text, true);
+    -- As a rule nothing is there. It looks before it inserts: an insert would wait for a
+    -- transaction that completes the record.
+    INSERT INTO oncekey.idempotency_keys (
+        account, endpoint, key, scheme, fingerprint, owner, number, state,
+        created_at, due_at, expires_at
+    ) SELECT
+        a, e, k, with_scheme, with_fingerprint, by_owner, by_number, 0,
+        started, due, due + retention_ms * interval '1 ms'
+    FROM oncekey.idempotency_owners o
+    WHERE o.owner = by_owner AND o.alive_until > started AND NOT EXISTS (
+        SELECT FROM oncekey.idempotency_keys r
+        WHERE r.account = a AND r.endpoint = e AND r.key = k
+    ) ON CONFLICT (account, endpoint, key) DO NOTHING;
+    IF FOUND THEN
+        met.answer := 'won';
+        RETURN met;
+    END IF;
     FOR round IN 1..100 LOOP
         SELECT * INTO met FROM oncekey.idempotency_look_up(a, e, k);
         IF met.answer IS NOT NULL THEN
@@ -210,7 +230,8 @@ CREATE FUNCTION oncekey.idempotency_claim_in(
     by_owner bigint, by_number bigint,
     with_scheme bytea, with_fingerprint bytea,
     max_run_ms bigint, retention_ms bigint, lock_ms bigint
-) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql AS $$
+) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql
+SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     met oncekey.idempotency_answer;
 BEGIN
@@ -281,23 +302,46 @@ END
 $$;
 
 -- What a token may do: 'complete' (with a null status: not kept), 'release', 'hold', 'checkpoint'
--- (the bytes are `with_body`). 'done', or 'lost' with what is there.
+-- (the bytes are `with_body`). 'done', or 'lost' with what is there. A transaction of its own
+-- (rule 5).
 CREATE FUNCTION oncekey.idempotency_act(
     verb text,
     a bytea, e bytea, k bytea,
     by_owner bigint, by_number bigint,
     with_status bigint, with_headers bytea, with_body bytea,
     retention_ms bigint, lock_ms bigint
-) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql
-SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
+) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql AS $$
 DECLARE
     met oncekey.idempotency_answer;
+    settings text := set_config('lock_timeout', lock_ms::text, true)
+        || set_config('enable_seqscan', 'off', true);
     found_state smallint;
     found_end timestamptz;
     found_waited bytea;
-    started timestamptz;
+    started timestamptz := clock_timestamp();
 BEGIN
-    PERFORM set_config('lock_timeout', lock_ms::text, true);
+    -- As a rule it is there, it is free, and nobody waits for it.
+    IF verb = 'complete' THEN
+        UPDATE oncekey.idempotency_keys r SET
+            state = CASE WHEN with_status IS NULL THEN 3 ELSE 2 END,
+            status = with_status, headers = with_headers, body = with_body,
+            checkpoint = NULL,
+            settled_at = started, expires_at = started + retention_ms * interval '1 ms'
+        WHERE r.account = a AND r.endpoint = e AND r.key = k
+            AND r.owner = by_owner AND r.number = by_number
+            AND r.state IN (0, 1) AND r.expires_at > started AND r.waited IS NULL;
+        IF FOUND THEN
+            -- It has waited for a transaction that had the record: its time counts from here.
+            IF clock_timestamp() > started + interval '50 ms' THEN
+                started := clock_timestamp();
+                UPDATE oncekey.idempotency_keys r SET
+                    settled_at = started, expires_at = started + retention_ms * interval '1 ms'
+                WHERE r.account = a AND r.endpoint = e AND r.key = k;
+            END IF;
+            met.answer := 'done';
+            RETURN met;
+        END IF;
+    END IF;
     SELECT r.state, r.expires_at, r.waited INTO found_state, found_end, found_waited
     FROM oncekey.idempotency_keys r
     WHERE r.account = a AND r.endpoint = e AND r.key = k
@@ -341,6 +385,23 @@ BEGIN
     SELECT * INTO met FROM oncekey.idempotency_look_up(a, e, k);
     met.answer := 'lost';
     RETURN met;
+END
+$$;
+
+-- As idempotency_act, in a transaction of the caller's own.
+CREATE FUNCTION oncekey.idempotency_act_in(
+    verb text,
+    a bytea, e bytea, k bytea,
+    by_owner bigint, by_number bigint,
+    with_status bigint, with_headers bytea, with_body bytea,
+    retention_ms bigint, lock_ms bigint
+) RETURNS oncekey.idempotency_answer LANGUAGE plpgsql
+SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
+BEGIN
+    RETURN oncekey.idempotency_act(
+        verb, a, e, k, by_owner, by_number, with_status, with_headers, with_body, retention_ms,
+        lock_ms
+    );
 END
 $$;
 

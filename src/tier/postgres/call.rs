@@ -76,17 +76,18 @@ impl Writer {
             .limit(self)
     }
 
-    /// A verb that needs the token. `kept` is a status, header lines and a body, or the bytes of a
+    /// A verb that needs the token: "act", or "act_in" for a transaction of the caller's. `kept` is a status, header lines and a body, or the bytes of a
     /// checkpoint in place of the body.
     pub(super) fn act<'a>(
         &self,
+        function: &str,
         verb: &'static str,
         id: Identity<'a>,
         token: Token,
         kept: Kept<'a>,
         retention: Duration,
     ) -> Call<'a> {
-        let call = self.call("act").word(verb).identity(id).token(token);
+        let call = self.call(function).word(verb).identity(id).token(token);
         call.kept(kept).span(retention).limit(self)
     }
 

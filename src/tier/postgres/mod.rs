@@ -132,7 +132,7 @@ impl PostgresTier {
         retention: Duration,
     ) -> Result<Landed, TierError> {
         let kept = Kept::outcome(outcome);
-        let call = self.shared.writer.act("complete", id, token, kept, retention);
+        let call = self.shared.writer.act("act_in", "complete", id, token, kept, retention);
         call.within(transaction).await.map_err(call::failed)?.landed()
     }
 
@@ -231,13 +231,19 @@ impl Tier for PostgresTier {
         retention: Duration,
     ) -> Answer<'a, Landed> {
         let kept = Kept::outcome(outcome);
-        let call = self.shared.writer.act("complete", id, token, kept, retention);
+        let call = self.shared.writer.act("act", "complete", id, token, kept, retention);
         Box::pin(async move { self.ask(call).await?.landed() })
     }
 
     fn release<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
-        let call =
-            self.shared.writer.act("release", id, token, Kept::default(), Duration::default());
+        let call = self.shared.writer.act(
+            "act",
+            "release",
+            id,
+            token,
+            Kept::default(),
+            Duration::default(),
+        );
         Box::pin(async move { self.ask(call).await?.landed() })
     }
 
@@ -247,7 +253,7 @@ impl Tier for PostgresTier {
         token: Token,
         retention: Duration,
     ) -> Answer<'a, Landed> {
-        let call = self.shared.writer.act("hold", id, token, Kept::default(), retention);
+        let call = self.shared.writer.act("act", "hold", id, token, Kept::default(), retention);
         Box::pin(async move { self.ask(call).await?.landed() })
     }
 
@@ -259,7 +265,8 @@ impl Tier for PostgresTier {
     ) -> Answer<'a, Landed> {
         Box::pin(async move {
             let kept = Kept::checkpoint(&bytes);
-            let call = self.shared.writer.act("checkpoint", id, token, kept, Duration::default());
+            let call =
+                self.shared.writer.act("act", "checkpoint", id, token, kept, Duration::default());
             self.ask(call).await?.landed()
         })
     }
