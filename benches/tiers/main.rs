@@ -17,6 +17,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 mod embedded;
+#[allow(dead_code, reason = "with few features nothing is compared")]
 mod load;
 #[cfg(feature = "postgres")]
 mod postgres;
