@@ -31,6 +31,8 @@ pub mod tier;
 mod axum;
 #[cfg(feature = "http")]
 pub mod http;
+#[cfg(feature = "worker")]
+pub mod worker;
 // The cellar.
 mod clock;
 mod error;

@@ -590,7 +590,7 @@ impl Store {
     }
 
     /// Counts a run whose completion met another run's (R9).
-    #[cfg(feature = "http")]
+    #[cfg(any(feature = "http", feature = "worker"))]
     pub(crate) fn note_double_run(&self) {
         self.hold().lane().counters.double_runs.up();
     }

@@ -26,8 +26,8 @@ const FLOORS: &[&[&str]] = &[
     &["store"],
     // Memory that outlives the process: it may use what lies below, and has crates of its own.
     &["tier"],
-    // The edges: two faces of one thing, and they know only the front door.
-    &["http", "axum"],
+    // The edges: they know only the front door; `axum` is another face of `http`.
+    &["http", "axum", "worker"],
 ];
 
 /// Names that stand in these files of the core and in no other: what, where, why.

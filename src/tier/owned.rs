@@ -37,7 +37,7 @@ pub(crate) struct Stale {
 }
 
 /// What became of a transaction.
-#[cfg(feature = "http")]
+#[cfg(any(feature = "http", feature = "worker"))]
 #[derive(Debug)]
 pub(crate) enum Concluded {
     Committed(Completed),
@@ -96,9 +96,14 @@ impl Owned {
         }
     }
 
-    #[cfg(feature = "http")]
+    #[cfg(any(feature = "http", feature = "worker"))]
     pub(crate) fn is_in_tier(&self) -> bool {
         self.is_in_tier
+    }
+
+    #[cfg(feature = "worker")]
+    pub(crate) fn through(&self) -> &Arc<Through> {
+        &self.through
     }
 
     pub(crate) fn retention(&self) -> Duration {
@@ -146,7 +151,7 @@ impl Owned {
 
     /// What became of the transaction that completes the record, if that is found out soon; else it
     /// is found out in the background.
-    #[cfg(feature = "http")]
+    #[cfg(any(feature = "http", feature = "worker"))]
     pub(crate) async fn conclude(
         self,
         outcome: Option<Outcome>,
@@ -259,7 +264,7 @@ impl Owned {
     }
 
     /// Gives the identity up without waiting for the tier: nothing was done.
-    #[cfg(feature = "http")]
+    #[cfg(any(feature = "http", feature = "worker"))]
     pub(crate) fn give_up(mut self) {
         let Some(permit) = self.permit.take() else { return };
         if self.is_in_tier {

@@ -82,6 +82,9 @@ pub(crate) struct Through {
     pub(crate) counters: Counters,
     /// Steps that the tier has still to be told.
     pub(crate) unwritten: AtomicUsize,
+    /// Where it was opened, for callers that are no tasks.
+    #[cfg(feature = "worker")]
+    pub(crate) runtime: tokio::runtime::Handle,
 }
 
 /// Shows no number of a claim and no outcome.
@@ -133,6 +136,8 @@ impl Through {
             circuit: Circuit::default(),
             counters: Counters::default(),
             unwritten: AtomicUsize::new(0),
+            #[cfg(feature = "worker")]
+            runtime: tokio::runtime::Handle::current(),
             settings,
         }
     }

@@ -157,7 +157,7 @@ impl Tiered {
         }
     }
 
-    #[cfg(feature = "http")]
+    #[cfg(any(feature = "http", feature = "worker"))]
     pub(crate) fn through(&self) -> &Arc<Through> {
         &self.through
     }
@@ -470,6 +470,11 @@ impl TieredPermit {
 
     pub(super) fn of(owned: Owned) -> Self {
         Self { owned }
+    }
+
+    #[cfg(feature = "worker")]
+    pub(crate) fn into_owned(self) -> Owned {
+        self.owned
     }
 
     /// Finishes the work without keeping an answer (R20).

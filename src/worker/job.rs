@@ -1,0 +1,213 @@
+//! What the work holds of its claim.
+
+use std::{fmt, sync::Arc};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use crate::{
+    Identity, Outcome, Token,
+    tier::{Completion, Landed, TierError, Transaction, owned::Owned, through::Through},
+};
+
+/// The claim that a piece of work runs under. Cheap to clone. It is a view: the key is settled by
+/// what the work says in the end ([`Verdict`](super::Verdict)), or by
+/// [`on_abandon`](crate::StoreBuilder::on_abandon) if it says nothing.
+#[derive(Clone)]
+pub struct Job {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    /// Account, endpoint, key.
+    parts: [Box<[u8]>; 3],
+    token: Token,
+    index: usize,
+    /// `None` where the store is in memory alone.
+    tier: Option<Link>,
+    checkpoint: Mutex<Option<Bytes>>,
+    staged: Mutex<Option<Staged>>,
+}
+
+/// The way to the tier. Whether it knows of the claim: not if it was opened in spite of an outage.
+struct Link {
+    through: Arc<Through>,
+    is_in_tier: bool,
+}
+
+/// What stands in the work's transaction.
+pub(super) struct Staged {
+    pub(super) outcome: Outcome,
+    pub(super) since: Instant,
+}
+
+/// Why a step of a [`Job`] was not done.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum JobError {
+    /// The claim was taken over, forgotten or resolved (R9): stop, and roll back.
+    Lost,
+    /// The tier did not take it: roll back. The claim is still this job's.
+    Tier(TierError),
+    /// There is no tier that it could be put into: the store is in memory alone, or the claim was
+    /// let in while the tier was down
+    /// ([`TieredBuilder::fail_open`](crate::tier::TieredBuilder::fail_open)).
+    NoTier,
+}
+
+impl fmt::Display for JobError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lost => f.write_str("lost: the key belongs to another run; stop, and roll back"),
+            Self::Tier(error) => error.fmt(f),
+            Self::NoTier => f.write_str(
+                "no tier has this claim: open the store with `Tiered`, and without `fail_open`",
+            ),
+        }
+    }
+}
+
+impl std::error::Error for JobError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        if let Self::Tier(error) = self { Some(error) } else { None }
+    }
+}
+
+impl Job {
+    pub(super) fn in_memory(id: Identity<'_>, token: Token, index: usize) -> Self {
+        Self::new(id, token, index, None, None)
+    }
+
+    pub(super) fn in_tier(owned: &mut Owned, index: usize) -> Self {
+        let checkpoint = owned.take_checkpoint();
+        let link = Link { through: Arc::clone(owned.through()), is_in_tier: owned.is_in_tier() };
+        Self::new(owned.identity(), owned.token(), index, Some(link), checkpoint)
+    }
+
+    fn new(
+        id: Identity<'_>,
+        token: Token,
+        index: usize,
+        tier: Option<Link>,
+        checkpoint: Option<Bytes>,
+    ) -> Self {
+        let parts = [id.account(), id.endpoint(), id.key()].map(Box::from);
+        let checkpoint = Mutex::new(checkpoint);
+        Self { shared: Arc::new(Shared { parts, token, index, tier, checkpoint, staged: Mutex::default() }) }
+    }
+
+    /// The account that was claimed for.
+    pub fn account(&self) -> &[u8] {
+        &self.shared.parts[0]
+    }
+
+    /// The operation.
+    pub fn endpoint(&self) -> &[u8] {
+        &self.shared.parts[1]
+    }
+
+    /// The key. Hand it, or one that is derived from it, to downstream services that take one: it is
+    /// the same on every attempt.
+    pub fn key(&self) -> &[u8] {
+        &self.shared.parts[2]
+    }
+
+    /// The fencing token. Hand it to downstream systems that can refuse an older one.
+    pub fn token(&self) -> Token {
+        self.shared.token
+    }
+
+    /// Which of a batch's attempts this is, from 0 on ([`Worker::run_each`](super::Worker::run_each)).
+    pub fn index(&self) -> usize {
+        self.shared.index
+    }
+
+    /// What an owner before this one has left by [`checkpoint`](Self::checkpoint), once; nothing if it
+    /// left nothing, or if the key was not taken over.
+    pub fn take_checkpoint(&self) -> Option<Bytes> {
+        self.shared.checkpoint.lock().take()
+    }
+
+    /// Leaves `bytes` in the tier for the next owner, should this one vanish: it can go on where this
+    /// one stopped. They take the place of what was left before. A release or a completion forgets
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// [`JobError`]; with [`JobError::Lost`], stop.
+    pub async fn checkpoint(&self, bytes: impl Into<Bytes>) -> Result<(), JobError> {
+        let through = self.tier()?;
+        let id = self.identity().ok_or(JobError::Lost)?;
+        let step = through.tier.checkpoint(id, self.token(), bytes.into());
+        match through.ask(step).await.map_err(JobError::Tier)? {
+            Landed::Done => Ok(()),
+            Landed::Lost(_) => Err(JobError::Lost),
+        }
+    }
+
+    /// Completes the key with `outcome` inside the work's own transaction, so that its rows and the
+    /// outcome appear together or not at all (T6). Commit, then say
+    /// [`Verdict::Committed`](super::Verdict::Committed). The database must be the one that the tier
+    /// is in.
+    ///
+    /// From then on the transaction decides, whatever the work says: after `Committed` the outcome is
+    /// published. After a panic or a dropped future, and after `Retry`, as when the answer to the commit
+    /// was lost, a write that waits for the transaction finds out: committed, the key is completed;
+    /// rolled back, it is released. After `Unknown` or `Done` it finds out too, and what was rolled
+    /// back is held. So all that the work does should be in that transaction.
+    ///
+    /// ```text
+    /// let mut tx = pool.begin().await?;
+    /// let charge = insert_charge(&mut tx, ..).await?;
+    /// job.complete_in(&mut tier.within(&mut tx), Outcome::new(201).body(charge)).await?;
+    /// tx.commit().await?;
+    /// // and in the closure: Ok(()) => Verdict::Committed, Err(error) => Verdict::retry(error)
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`JobError`]: roll back.
+    pub async fn complete_in(
+        &self,
+        transaction: &mut impl Transaction,
+        outcome: Outcome,
+    ) -> Result<(), JobError> {
+        let through = self.tier()?;
+        let id = self.identity().ok_or(JobError::Lost)?;
+        let since = Instant::now();
+        let retention = through.settings.retention;
+        let completion = Completion { id, token: self.token(), outcome: Some(&outcome), retention };
+        // Before the step: it may be done though this future was dropped.
+        *self.shared.staged.lock() = Some(Staged { outcome: outcome.clone(), since });
+        let failed = match transaction.complete(completion).await {
+            Ok(Landed::Done) => return Ok(()),
+            Ok(Landed::Lost(_)) => JobError::Lost,
+            Err(error) => JobError::Tier(error),
+        };
+        *self.shared.staged.lock() = None;
+        Err(failed)
+    }
+
+    pub(super) fn take_staged(&self) -> Option<Staged> {
+        self.shared.staged.lock().take()
+    }
+
+    fn tier(&self) -> Result<&Arc<Through>, JobError> {
+        let link = self.shared.tier.as_ref().filter(|link| link.is_in_tier);
+        link.map(|link| &link.through).ok_or(JobError::NoTier)
+    }
+
+    /// The parts were measured before they were claimed.
+    fn identity(&self) -> Option<Identity<'_>> {
+        let [account, endpoint, key] = &self.shared.parts;
+        Identity::new(account, endpoint, key).ok()
+    }
+}
+
+/// Shows the token only: account and key belong in no log.
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Job").field("token", &self.token()).finish_non_exhaustive()
+    }
+}
