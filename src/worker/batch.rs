@@ -6,11 +6,7 @@
 
 use std::{collections::HashMap, future::Future};
 
-use futures_util::{
-    StreamExt as _,
-    future::join_all,
-    stream,
-};
+use futures_util::{StreamExt as _, future::join_all, stream};
 
 use super::{
     Backing, Job, Ran, RunError, Verdict, Worker,
@@ -260,10 +256,12 @@ impl Worker {
 fn given_up_if_owned(met: Met) -> Result<Ran, RunError> {
     match met {
         Met::Over(told) => told,
-        Met::Own(_) => match Verdict::<()>::retry("its owner gave it up, while this batch waited") {
-            Verdict::Retry(cause) => Err(RunError::Retry(cause)),
-            _ => Err(RunError::InFlight),
-        },
+        Met::Own(_) => {
+            match Verdict::<()>::retry("its owner gave it up, while this batch waited") {
+                Verdict::Retry(cause) => Err(RunError::Retry(cause)),
+                _ => Err(RunError::InFlight),
+            }
+        }
         Met::Waits(_) => Err(RunError::InFlight),
     }
 }

@@ -86,12 +86,7 @@ impl Backing {
     }
 
     /// Waits for another owner. `None`: its lease has lapsed, claim again.
-    pub(super) async fn wait(
-        &self,
-        waits: Waits,
-        deadline: Deadline,
-        index: usize,
-    ) -> Option<Met> {
+    pub(super) async fn wait(&self, waits: Waits, deadline: Deadline, index: usize) -> Option<Met> {
         if deadline.left().is_zero() {
             return Some(Met::Over(Err(RunError::InFlight)));
         }

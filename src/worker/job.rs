@@ -94,7 +94,16 @@ impl Job {
     ) -> Self {
         let parts = [id.account(), id.endpoint(), id.key()].map(Box::from);
         let checkpoint = Mutex::new(checkpoint);
-        Self { shared: Arc::new(Shared { parts, token, index, tier, checkpoint, staged: Mutex::default() }) }
+        Self {
+            shared: Arc::new(Shared {
+                parts,
+                token,
+                index,
+                tier,
+                checkpoint,
+                staged: Mutex::default(),
+            }),
+        }
     }
 
     /// The account that was claimed for.

@@ -338,9 +338,8 @@ mod tests {
             let Ok(id) = Identity::new("a", "b", "c") else { return };
             let done = || async { Verdict::Done(crate::Outcome::new(200)) };
             let _ = worker.run(&id, fingerprint, |_| done()).await;
-            let work = |jobs: Vec<Job>| async move {
-                jobs.iter().map(|_| Verdict::retry("no")).collect()
-            };
+            let work =
+                |jobs: Vec<Job>| async move { jobs.iter().map(|_| Verdict::retry("no")).collect() };
             worker.run_each([(id, fingerprint)], work).await;
         });
         send(async move {

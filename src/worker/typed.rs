@@ -4,11 +4,7 @@ use std::{fmt, future::Future};
 
 use serde_core::{Serialize, de::DeserializeOwned};
 
-use super::{
-    Job, Ran, RunError, Verdict, Worker,
-    owner::Ending,
-    verdict::Cause,
-};
+use super::{Job, Ran, RunError, Verdict, Worker, owner::Ending, verdict::Cause};
 use crate::{Fingerprint, Identity, Outcome};
 
 /// The header line of an outcome that names its codec.
