@@ -235,9 +235,19 @@ impl Owned {
 
     /// Keeps the identity shut.
     pub(crate) async fn hold(mut self) -> Result<(), Stale> {
+        let sent = Instant::now();
         let landed = self.step(Unwritten::Hold).await;
         if let Some(permit) = self.permit.take() {
-            self.through.shut(permit, &self.frame);
+            match &landed {
+                // It is done: memory follows the tier at once.
+                Landed::Lost(Some(Found { state, age, remaining, .. }))
+                    if matches!(state, State::Completed(_) | State::NotKept) =>
+                {
+                    let state = state.clone();
+                    self.through.settle_as(permit, &self.frame, state, *age, *remaining, sent);
+                }
+                _ => self.through.shut(permit, &self.frame),
+            }
         }
         match landed {
             Landed::Done => Ok(()),

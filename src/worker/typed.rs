@@ -13,7 +13,8 @@ const LINE: &str = "oncekey-codec";
 /// The status of an outcome that stands for a value.
 const STATUS: u16 = 200;
 
-/// How values become the bytes that are kept, and come back from them.
+/// How values become the bytes that are kept, and come back from them. `serde_core` has the traits of
+/// serde; `serde` hands on the same ones.
 ///
 /// ```
 /// use oncekey::worker::{Cause, Codec};
