@@ -370,7 +370,8 @@ async fn r09_a_lost_token_is_told() {
 #[tokio::test(start_paused = true)]
 async fn case_036_a_worker_that_was_taken_over_is_told_and_the_winner_is_replayed() {
     let wire = wire();
-    let (a, b) = (Worker::from(node(&wire).await), Worker::from(node(&wire).await));
+    let other = Wire::to(Arc::clone(&wire.tier));
+    let (a, b) = (Worker::from(node(&wire).await), Worker::from(node(&other).await));
     let silent = a.clone();
     let running = tokio::spawn(async move {
         let work = |_| async move {
@@ -383,8 +384,9 @@ async fn case_036_a_worker_that_was_taken_over_is_told_and_the_winner_is_replaye
     // No heartbeat gets through, until the lease is over.
     *wire.beats.lock().unwrap() = Weather::Down;
     sleep(2 * LEASE).await;
-    let taken = b.clone().wait_limit(4 * LEASE).run(&id("k"), fp("b"), |_| async { done("b") });
-    let taken = taken.await;
+    let b = b.wait_limit(4 * LEASE);
+    let taken = b.run(&id("k"), fp("b"), |_| async { done("b") }).await;
+    *wire.beats.lock().unwrap() = Weather::Fair;
     let late = running.await.unwrap();
     match (taken, late) {
         (Ok(ran), Err(error @ RunError::Lost(_))) => {

@@ -88,9 +88,12 @@ async fn handle(
     }
 }
 
+/// Acknowledges an entry and takes it out of the stream: both or neither, else what was acknowledged
+/// by a worker that died would stay there.
 async fn settle(redis: &mut MultiplexedConnection, id: &str) -> Result<(), Failure> {
-    let _: u64 = redis.xack(STREAM, GROUP, &[id]).await?;
-    let _: u64 = redis.xdel(STREAM, &[id]).await?;
+    let mut both = redis::pipe();
+    both.atomic().xack(STREAM, GROUP, &[id]).ignore().xdel(STREAM, &[id]).ignore();
+    both.exec_async(redis).await?;
     Ok(())
 }
 
