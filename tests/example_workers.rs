@@ -144,18 +144,24 @@ struct Told {
 }
 
 impl Shop {
-    async fn send(&mut self, intent: &str, cents: &str) {
-        self.sent += 1;
+    async fn send(&mut self, messages: &[(String, String)]) {
+        self.sent += messages.len();
         match &mut self.line {
             Line::Stream(redis) => {
-                let mut add = cmd("XADD");
-                add.arg("bookings").arg("*").arg("intent").arg(intent).arg("cents").arg(cents);
-                add.exec_async(redis).await.unwrap();
+                let mut all = redis::pipe();
+                for (intent, cents) in messages {
+                    let add = all.cmd("XADD").arg("bookings").arg("*");
+                    add.arg("intent").arg(intent).arg("cents").arg(cents).ignore();
+                }
+                all.exec_async(redis).await.unwrap();
             }
             Line::Table(topic) => {
-                sqlx::query("INSERT INTO queue (topic, intent, cents) VALUES ($1, $2, $3)")
+                let (intents, cents): (Vec<_>, Vec<_>) = messages.iter().cloned().unzip();
+                let all = "INSERT INTO queue (topic, intent, cents) \
+                           SELECT $1, * FROM unnest($2::text[], $3::text[])";
+                sqlx::query(all)
                     .bind(*topic)
-                    .bind(intent)
+                    .bind(intents)
                     .bind(cents)
                     .execute(&self.pool)
                     .await
@@ -201,8 +207,9 @@ impl Shop {
         let (messages, deaths) = (messages(), deaths());
         let mut dice = Dice::new(11);
         let mut later: Vec<usize> = Vec::new();
-        self.send("poison", "crash").await;
-        self.send("malformed", "a few").await;
+        let message = |n: &usize| (format!("m-{n}"), (n + 1).to_string());
+        let bad = [("poison", "crash"), ("malformed", "a few")];
+        self.send(&bad.map(|(intent, cents)| (intent.to_owned(), cents.to_owned()))).await;
         for round in 0..deaths {
             let new = round * messages / deaths..(round + 1) * messages / deaths;
             let half = (new.start + new.len() / 2) as i64;
@@ -216,18 +223,14 @@ impl Shop {
             for last in (1..now.len()).rev() {
                 now.swap(last, dice.roll(last as u64 + 1) as usize);
             }
-            for n in now {
-                self.send(&format!("m-{n}"), &(n + 1).to_string()).await;
-            }
-            while self.told("ledger").await.intents < half {
+            self.send(&now.iter().map(message).collect::<Vec<_>>()).await;
+            while self.count("SELECT count(*) FROM ledger").await < half {
                 self.fleet.revive();
                 sleep(Duration::from_millis(2)).await;
             }
             self.fleet.kill_one().await;
         }
-        for n in later {
-            self.send(&format!("m-{n}"), &(n + 1).to_string()).await;
-        }
+        self.send(&later.iter().map(message).collect::<Vec<_>>()).await;
         while self.left().await > 0 {
             self.fleet.revive();
             sleep(Duration::from_millis(10)).await;
