@@ -591,7 +591,7 @@ async fn a_batch_is_claimed_worked_on_and_answered_in_order() {
         let answers = worker
             .run_each(attempts.clone(), |jobs| {
                 calls += 1;
-                let keys: Vec<_> = jobs.iter().map(|job| job.key().to_vec()).collect();
+                let keys: Vec<_> = jobs.iter().map(|job| job.identity().key().to_vec()).collect();
                 assert_eq!(keys, [b"a", b"b", b"c"]);
                 places(jobs)
             })
@@ -798,7 +798,7 @@ fn the_blocking_twin_needs_no_runtime_in_memory() {
         let owner = scope.spawn(|| {
             store.run_blocking(&id("k"), fp("b"), |job| {
                 begun.fetch_add(1, Ordering::SeqCst);
-                assert_eq!(job.account(), b"acct");
+                assert_eq!(job.identity().account(), b"acct");
                 until(|| store.look_up(&id("k")).is_some_and(|entry| entry.waiters == 1));
                 done("1")
             })

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::{
-    Identity, Outcome, Token,
+    Identity, IntentKey, Outcome, Token,
     tier::{Completion, Landed, TierError, Transaction, owned::Owned, through::Through},
 };
 
@@ -20,8 +20,8 @@ pub struct Job {
 }
 
 struct Shared {
-    /// Account, endpoint, key.
-    parts: [Box<[u8]>; 3],
+    /// The identity, framed.
+    frame: Box<[u8]>,
     token: Token,
     index: usize,
     /// `None` where the store is in memory alone.
@@ -92,34 +92,44 @@ impl Job {
         tier: Option<Link>,
         checkpoint: Option<Bytes>,
     ) -> Self {
-        let parts = [id.account(), id.endpoint(), id.key()].map(Box::from);
+        let frame = Box::from(&*id.frame());
         let checkpoint = Mutex::new(checkpoint);
-        Self {
-            shared: Arc::new(Shared {
-                parts,
-                token,
-                index,
-                tier,
-                checkpoint,
-                staged: Mutex::default(),
-            }),
-        }
+        let staged = Mutex::default();
+        Self { shared: Arc::new(Shared { frame, token, index, tier, checkpoint, staged }) }
     }
 
-    /// The account that was claimed for.
-    pub fn account(&self) -> &[u8] {
-        &self.shared.parts[0]
+    /// The identity that was claimed: account, operation and key.
+    pub fn identity(&self) -> Identity<'_> {
+        Identity::from_frame(&self.shared.frame)
     }
 
-    /// The operation.
-    pub fn endpoint(&self) -> &[u8] {
-        &self.shared.parts[1]
-    }
-
-    /// The key. Hand it, or one that is derived from it, to downstream services that take one: it is
-    /// the same on every attempt.
-    pub fn key(&self) -> &[u8] {
-        &self.shared.parts[2]
+    /// The key for a call that the work makes: the same on every attempt, and another one for each
+    /// name and parts ([`Identity::downstream`]). Hand it to services that take idempotency keys.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # use oncekey::{Fingerprint, Identity, Outcome, Store, worker::Verdict};
+    /// # let store = Store::builder().build()?;
+    /// # let id = Identity::new("acct_42", "charge", "invoice-7")?;
+    /// # let fp = Fingerprint::request("", "charge", b"1200 usd");
+    /// let ran = store
+    ///     .run(&id, fp, |job| async move {
+    ///         let key = job.downstream("mail", ["receipt"]);
+    ///         // mailer.send(receipt).header("Idempotency-Key", key.as_str()) ..
+    ///         Verdict::Done(Outcome::new(200).body(key.as_str().to_owned()))
+    ///     })
+    ///     .await?;
+    /// assert_eq!(&ran.outcome.bytes()[..], id.downstream("mail", ["receipt"]).as_str().as_bytes());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn downstream<P: AsRef<[u8]>>(
+        &self,
+        name: impl AsRef<[u8]>,
+        parts: impl IntoIterator<Item = P>,
+    ) -> IntentKey {
+        self.identity().downstream(name, parts)
     }
 
     /// The fencing token. Hand it to downstream systems that can refuse an older one.
@@ -147,7 +157,7 @@ impl Job {
     /// [`JobError`]; with [`JobError::Lost`], stop.
     pub async fn checkpoint(&self, bytes: impl Into<Bytes>) -> Result<(), JobError> {
         let through = self.tier()?;
-        let id = self.identity().ok_or(JobError::Lost)?;
+        let id = self.identity();
         let step = through.tier.checkpoint(id, self.token(), bytes.into());
         match through.ask(step).await.map_err(JobError::Tier)? {
             Landed::Done => Ok(()),
@@ -183,7 +193,7 @@ impl Job {
         outcome: Outcome,
     ) -> Result<(), JobError> {
         let through = self.tier()?;
-        let id = self.identity().ok_or(JobError::Lost)?;
+        let id = self.identity();
         let since = Instant::now();
         let retention = through.settings.retention;
         let completion = Completion { id, token: self.token(), outcome: Some(&outcome), retention };
@@ -205,12 +215,6 @@ impl Job {
     fn tier(&self) -> Result<&Arc<Through>, JobError> {
         let link = self.shared.tier.as_ref().filter(|link| link.is_in_tier);
         link.map(|link| &link.through).ok_or(JobError::NoTier)
-    }
-
-    /// The parts were measured before they were claimed.
-    fn identity(&self) -> Option<Identity<'_>> {
-        let [account, endpoint, key] = &self.shared.parts;
-        Identity::new(account, endpoint, key).ok()
     }
 }
 

@@ -69,7 +69,7 @@ pub use verdict::{Cause, Disposition, Ran, RunError, Verdict, disposition};
 /// for delivery in [2, 3] {
 ///     let ran = worker
 ///         .run(&id, fp, |job| async move {
-///             assert_eq!(job.key(), b"invoice-7"); // the same on each delivery: hand it on
+///             assert_eq!(job.identity().key(), b"invoice-7"); // the same on each delivery
 ///             Verdict::Done(Outcome::new(200).body("ch_1"))
 ///         })
 ///         .await?;
