@@ -149,8 +149,11 @@ impl Job {
     }
 
     /// Leaves `bytes` in the tier for the next owner, should this one vanish: it can go on where this
-    /// one stopped. They take the place of what was left before. A release or a completion forgets
-    /// them.
+    /// one stopped. They take the place of what was left before.
+    ///
+    /// They end with the claim: after [`Retry`](super::Verdict::Retry) the next owner begins at the
+    /// beginning. So give each step a key of its own ([`downstream`](Self::downstream)), by which a
+    /// step that is made again is known.
     ///
     /// # Errors
     ///
