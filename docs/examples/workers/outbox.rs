@@ -6,7 +6,12 @@ use std::time::Duration;
 use redis::AsyncCommands as _;
 use tokio::time::sleep;
 
-use crate::{Failure, Settings, books::Books, queue, streams::STREAM};
+use crate::{
+    Failure, Settings,
+    books::Books,
+    queue,
+    streams::{STREAM, connect},
+};
 
 /// How long an empty table is left alone.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -27,7 +32,7 @@ pub(crate) async fn take_orders(books: Books, settings: &Settings) -> Result<(),
 
 /// Sends what stands in the outbox. Killed between the sending and the commit, it is sent again.
 pub(crate) async fn relay(books: Books, url: &str) -> Result<(), Failure> {
-    let mut redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    let mut redis = connect(url).await?;
     loop {
         let mut tx = books.pool.begin().await?;
         let rows: Vec<(i64, String, i64)> = sqlx::query_as(

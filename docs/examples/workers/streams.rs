@@ -25,8 +25,17 @@ const GROUP: &str = "books";
 /// How many entries are worked on at a time.
 const AT_ONCE: usize = 16;
 
+/// A connection that is patient: it reads where there may be nothing for a while.
+pub(crate) async fn connect(url: &str) -> Result<MultiplexedConnection, Failure> {
+    let patient = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(Duration::from_secs(30)))
+        .set_response_timeout(Some(Duration::from_secs(60)));
+    let client = redis::Client::open(url)?;
+    Ok(client.get_multiplexed_async_connection_with_config(&patient).await?)
+}
+
 pub(crate) async fn make_group(url: &str) -> Result<(), Failure> {
-    let mut redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    let mut redis = connect(url).await?;
     let made: Result<(), RedisError> = redis.xgroup_create_mkstream(STREAM, GROUP, "0").await;
     match made {
         Err(error) if error.code() != Some("BUSYGROUP") => Err(error.into()),
@@ -35,10 +44,7 @@ pub(crate) async fn make_group(url: &str) -> Result<(), Failure> {
 }
 
 pub(crate) async fn consume(books: Books, url: &str, settings: &Settings) -> Result<(), Failure> {
-    // It blocks for a while where there is nothing to read.
-    let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
-    let client = redis::Client::open(url)?;
-    let mut redis = client.get_multiplexed_async_connection_with_config(&patient).await?;
+    let mut redis = connect(url).await?;
     let consumer = format!("consumer-{}", std::process::id());
     let mut next_look = Instant::now();
     loop {
