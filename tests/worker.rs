@@ -368,6 +368,27 @@ async fn r09_a_lost_token_is_told() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn r09_the_steps_of_a_lost_token_are_refused() {
+    let wire = wire();
+    let tiered = node(&wire).await;
+    let (operator, database) = (tiered.clone(), wire.clone());
+    let work = |job: Job| async move {
+        // An operator is mistaken.
+        operator.forget(&id("k"), true).await.unwrap();
+        let refused = job.checkpoint("one").await;
+        assert!(matches!(refused, Err(JobError::Lost)), "{refused:?}");
+        let mut tx = Tx::begin(&database).await;
+        let refused = job.complete_in(&mut tx, outcome("1")).await;
+        assert!(matches!(refused, Err(JobError::Lost)), "{refused:?}");
+        drop(tx);
+        Verdict::retry("lost")
+    };
+    let ran = tiered.run(&id("k"), fp("b"), work).await;
+    // What is gone already is as good as given up.
+    assert!(matches!(ran, Err(RunError::Retry(_))), "{ran:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn case_036_a_worker_that_was_taken_over_is_told_and_the_winner_is_replayed() {
     let wire = wire();
     let other = Wire::to(Arc::clone(&wire.tier));
