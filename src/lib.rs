@@ -29,6 +29,8 @@ pub mod tier;
 // The edges.
 #[cfg(feature = "axum")]
 mod axum;
+#[cfg(feature = "client")]
+pub mod client;
 #[cfg(feature = "http")]
 pub mod http;
 #[cfg(feature = "worker")]

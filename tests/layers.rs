@@ -27,7 +27,7 @@ const FLOORS: &[&[&str]] = &[
     // Memory that outlives the process: it may use what lies below, and has crates of its own.
     &["tier"],
     // The edges: they know only the front door; `axum` is another face of `http`.
-    &["http", "axum", "worker"],
+    &["client", "http", "axum", "worker"],
 ];
 
 /// Names that stand in these files of the core and in no other: what, where, why.
@@ -44,7 +44,11 @@ const ONLY: &[(&str, &[&str], &str)] = &[
         &["tier/embedded/directory.rs", "tier/embedded/generations.rs", "tier/embedded/writer.rs"],
         "the embedded tier has its engine for itself",
     ),
-    ("SystemTime", &["clock.rs"], "the wall clock ends no record in memory (case 74)"),
+    (
+        "SystemTime",
+        &["client/judge.rs", "clock.rs"],
+        "the wall clock ends no record in memory (case 74); a client reads dates with it",
+    ),
     ("thread::sleep", &[], "who waits, waits for an event"),
     (
         "unsafe",

@@ -1,0 +1,73 @@
+//! Why there is no answer.
+
+use std::{error::Error, fmt};
+
+use super::{BoxError, Report};
+
+/// Why a request of a covered method has no answer. `E` is the error of the client underneath.
+///
+/// Whether the work was done is not known where there is a [`report`](Self::report): try again later
+/// under the same key, which the report has. Where there is none, nothing was sent under a key.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum IntentError<E> {
+    /// Nothing was sent: the body is a stream, or larger than
+    /// [`max_body`](super::IntentLayer::max_body), and could not be sent a second time as it was.
+    NotRepeatable,
+    /// Nothing was sent: the body could not be read.
+    Body(BoxError),
+    /// Nothing was sent: the request has more than one key.
+    ManyKeys,
+    /// No attempt was answered in time, and the last was cut off.
+    TimedOut(Report),
+    /// The last attempt failed with an error of the client underneath.
+    Failed(Report, E),
+    /// The request is of a method that is not covered, and failed as it was sent, once.
+    Passed(E),
+    /// The last answer broke off.
+    BrokenOff(Report, BoxError),
+}
+
+impl<E> IntentError<E> {
+    /// What there is to know of the attempts, if there were any.
+    pub fn report(&self) -> Option<&Report> {
+        match self {
+            Self::NotRepeatable | Self::Body(_) | Self::ManyKeys | Self::Passed(_) => None,
+            Self::TimedOut(report) | Self::Failed(report, _) | Self::BrokenOff(report, _) => {
+                Some(report)
+            }
+        }
+    }
+}
+
+impl<E> fmt::Display for IntentError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let after = |f: &mut fmt::Formatter<'_>, what: &str, report: &Report| {
+            write!(f, "{what}, at attempt {}; try again later with the same key", report.attempts)
+        };
+        match self {
+            Self::NotRepeatable => f.write_str(
+                "nothing was sent: the body is a stream or too large to be kept for a second \
+                 attempt; hand it over as bytes, or raise `max_body`",
+            ),
+            Self::Body(_) => f.write_str("nothing was sent: the body could not be read"),
+            Self::ManyKeys => f.write_str(
+                "nothing was sent: the request has more than one idempotency key; set one",
+            ),
+            Self::Passed(_) => f.write_str("the request failed; its method has no key"),
+            Self::TimedOut(report) => after(f, "no answer in time", report),
+            Self::Failed(report, _) => after(f, "the request failed", report),
+            Self::BrokenOff(report, _) => after(f, "the answer broke off", report),
+        }
+    }
+}
+
+impl<E: Error + 'static> Error for IntentError<E> {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Failed(_, error) | Self::Passed(error) => Some(error),
+            Self::Body(error) | Self::BrokenOff(_, error) => Some(&**error),
+            Self::NotRepeatable | Self::ManyKeys | Self::TimedOut(_) => None,
+        }
+    }
+}

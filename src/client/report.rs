@@ -1,0 +1,53 @@
+//! What a caller is told of the attempts.
+
+use std::fmt;
+
+use http::HeaderValue;
+
+/// How an answer came, or that none did: an extension of each response to a covered request, and
+/// part of an [`IntentError`](super::IntentError).
+///
+/// ```
+/// use oncekey::client::Report;
+///
+/// fn told<B>(response: &http::Response<B>) -> Option<(u32, bool)> {
+///     let report = response.extensions().get::<Report>()?;
+///     Some((report.attempts(), report.is_replay()))
+/// }
+/// # assert_eq!(told(&http::Response::new(())), None);
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Report {
+    pub(super) attempts: u32,
+    pub(super) is_replay: bool,
+    pub(super) key: HeaderValue,
+}
+
+impl Report {
+    /// How many attempts there were, from 1. One that was cut off counts.
+    pub fn attempts(&self) -> u32 {
+        self.attempts
+    }
+
+    /// Whether the answer is that of an earlier attempt, perhaps of another process: it is marked as
+    /// replayed.
+    pub fn is_replay(&self) -> bool {
+        self.is_replay
+    }
+
+    /// The value of the key's field, as it was sent each time. Keep it if no answer came, and set it
+    /// as the field of the next try: a new key could mean a second charge.
+    pub fn key(&self) -> &HeaderValue {
+        &self.key
+    }
+}
+
+/// Shows the numbers, not the key: whoever reads it in a log could ask for the answer with it.
+impl fmt::Debug for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Report")
+            .field("attempts", &self.attempts)
+            .field("is_replay", &self.is_replay)
+            .finish_non_exhaustive()
+    }
+}

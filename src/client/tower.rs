@@ -1,0 +1,101 @@
+//! The tower face: for any client that is a service.
+
+use std::{
+    future::{Future, poll_fn},
+    mem,
+    ops::ControlFlow,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Body;
+use http_body_util::BodyExt as _;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::{AnswerBody, BoxError, IntentError, IntentLayer, layer::Policy, trial::Trial};
+
+/// A client that keeps the key of an intent over its attempts. Made by [`IntentLayer`].
+///
+/// The inner service takes a body that can be made of bytes, such as `Full<Bytes>`. The body of a
+/// request is taken into memory if it knows its exact size, and sent as the same bytes each time; one
+/// that does not is refused before the first attempt. Every error of the inner service is taken for
+/// one of the connection, and the request is tried again.
+#[derive(Clone, Debug)]
+pub struct Intents<S> {
+    inner: S,
+    policy: Arc<Policy>,
+}
+
+impl<S> Layer<S> for IntentLayer {
+    type Service = Intents<S>;
+
+    fn layer(&self, inner: S) -> Intents<S> {
+        Intents { inner, policy: Arc::clone(&self.policy) }
+    }
+}
+
+impl<S, B, R> Service<Request<B>> for Intents<S>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Send, Future: Send>,
+    S: Clone + Send + 'static,
+    B: Body<Data: Send, Error: Into<BoxError>> + From<Bytes> + Send + 'static,
+    R: Body<Data: Send, Error: Into<BoxError>> + Send + Unpin + 'static,
+{
+    type Response = Response<AnswerBody<R>>;
+    type Error = IntentError<S::Error>;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    /// Always ready: each attempt waits until the inner service is.
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let clone = self.inner.clone();
+        let inner = mem::replace(&mut self.inner, clone);
+        Box::pin(insist(inner, Arc::clone(&self.policy), request))
+    }
+}
+
+async fn insist<S, B, R>(
+    mut inner: S,
+    policy: Arc<Policy>,
+    request: Request<B>,
+) -> Result<Response<AnswerBody<R>>, IntentError<S::Error>>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    B: Body<Error: Into<BoxError>> + From<Bytes>,
+    R: Body<Error: Into<BoxError>> + Unpin,
+{
+    if !policy.methods.contains(request.method()) {
+        let sent = match poll_fn(|cx| inner.poll_ready(cx)).await {
+            Ok(()) => inner.call(request).await,
+            Err(error) => Err(error),
+        };
+        return sent.map(|response| response.map(AnswerBody::unread)).map_err(IntentError::Passed);
+    }
+    let (mut parts, body) = request.into_parts();
+    if body.size_hint().exact().is_none_or(|bytes| bytes > policy.max_body) {
+        return Err(IntentError::NotRepeatable);
+    }
+    let mut trial = Trial::begin(&policy, &mut parts.headers, &parts.extensions)?;
+    let body = body.collect().await.map_err(|error| IntentError::Body(error.into()))?.to_bytes();
+    if policy.watch {
+        super::watch::look(&parts.method, &parts.uri.to_string(), &body, &trial.key);
+    }
+    loop {
+        let request = Request::from_parts(parts.clone(), B::from(body.clone()));
+        let sent = trial.attempt(async {
+            poll_fn(|cx| inner.poll_ready(cx)).await?;
+            inner.call(request).await
+        });
+        let sent = sent.await.map(|sent| sent.map_err(|error| (error, true)));
+        if let ControlFlow::Break(end) = trial.judge(sent).await {
+            return end;
+        }
+    }
+}
