@@ -36,7 +36,7 @@ impl<B: Body> AnswerBody<B> {
     {
         let kind = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
         let mut answer = Self::unread(body);
-        if kind.starts_with(b"text/event-stream") {
+        if most == 0 || kind.starts_with(b"text/event-stream") {
             return Ok(answer);
         }
         let mut bytes = 0_u64;

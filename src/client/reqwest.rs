@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use async_trait::async_trait;
 use http::Extensions;
-use reqwest::{Body, Request, Response};
+use reqwest::{Body, Request, Response, ResponseBuilderExt as _};
 use reqwest_middleware::{Error, Middleware, Next, Result};
 
 use super::{IntentError, IntentLayer, trial::Trial};
@@ -38,7 +38,7 @@ impl Middleware for IntentLayer {
             };
             let sent = trial.attempt(next.clone().run(again, extensions)).await;
             let sent = sent.map(|sent| {
-                sent.map(http::Response::<Body>::from).map_err(|error| {
+                sent.map(of_the_types).map_err(|error| {
                     let may_help = is_of_the_connection(&error);
                     (error, may_help)
                 })
@@ -48,6 +48,16 @@ impl Middleware for IntentLayer {
             }
         }
     }
+}
+
+/// As a response of the `http` crate, which still knows its URL when it is made one of reqwest again.
+fn of_the_types(response: Response) -> http::Response<Body> {
+    let url = response.url().clone();
+    let mut response = http::Response::from(response);
+    if let Ok(holder) = http::Response::builder().url(url).body(()) {
+        response.extensions_mut().extend(holder.into_parts().0.extensions);
+    }
+    response
 }
 
 /// Not one that the next attempt would meet again: a URL that is none, too many redirects, another
