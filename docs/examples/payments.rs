@@ -15,7 +15,10 @@
 //! - `payments/tiers.rs`: where keys and charges are kept, if not in memory alone;
 //! - `payments/arguments.rs`: the command line.
 //!
-//! The query of `POST /charges` is for experiments: `delay_ms=N` (the charge takes that long),
+//! While it serves, `/` is a page with a button that may be pressed twice (`payments/page.html`,
+//! `payments/pay.js`).
+//!
+//! The query of `POST /charges`, and of the page, is for experiments: `delay_ms=N` (the charge takes that long),
 //! `pause=1` (it takes until somebody calls `POST /resume`), `respond=STATUS` (charge, then answer
 //! with this status), `fault=panic` or `fault=hang` (charge, then never answer), `body_bytes=N` (pad
 //! the answer to N bytes), `stream=1` (charge, then send an event each 200 ms without end), `apart_ms=N`

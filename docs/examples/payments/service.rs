@@ -14,7 +14,7 @@ use axum::extract::{Extension, Path, Query, Request, State};
 use axum::http::{HeaderMap, StatusCode, header, request};
 use axum::middleware::{self, Next};
 use axum::response::sse::{Event, Sse};
-use axum::response::{IntoResponse, Response};
+use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::stream;
 use serde_json::{Value, json};
@@ -55,6 +55,9 @@ struct Charge {
     account: Account,
     order: Order,
 }
+
+/// What holds a key still in a browser.
+const PAY: &str = include_str!("pay.js");
 
 /// The caller, as authentication found it.
 #[derive(Clone, PartialEq)]
@@ -110,6 +113,8 @@ impl Payments {
             .layer(middleware::from_fn(authenticate))
             .route("/stats", get(stats))
             .route("/resume", post(resume))
+            .route("/", get(async || Html(include_str!("page.html"))))
+            .route("/pay.js", get(async || ([(header::CONTENT_TYPE, "text/javascript")], PAY)))
             .with_state(Arc::clone(self))
     }
 
