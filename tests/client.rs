@@ -321,6 +321,36 @@ async fn a_body_that_cannot_be_sent_twice_is_refused_before_it_is_sent_once() {
     assert!(seen.lock().unwrap().is_empty());
 }
 
+/// A middleware inside that refuses, as one does that cannot sign.
+struct Refusing(Runs);
+
+#[async_trait::async_trait]
+impl reqwest_middleware::Middleware for Refusing {
+    async fn handle(
+        &self,
+        _: reqwest::Request,
+        _: &mut http::Extensions,
+        _: reqwest_middleware::Next<'_>,
+    ) -> reqwest_middleware::Result<reqwest::Response> {
+        self.0.up();
+        Err(reqwest_middleware::Error::middleware(io::Error::other("no signature")))
+    }
+}
+
+#[tokio::test]
+async fn an_error_that_the_next_attempt_would_meet_again_is_final() {
+    let _watchdog = watchdog();
+    let runs = Runs::default();
+    let client = reqwest_middleware::ClientBuilder::new(reqwest::Client::new())
+        .with(layer().max_attempts(5))
+        .with(Refusing(runs.clone()))
+        .build();
+    let error = client.post("http://x.invalid/").send().await.unwrap_err();
+    assert!(chain(&error).contains("at attempt 1"), "{}", chain(&error));
+    assert!(chain(&error).contains("no signature"), "{}", chain(&error));
+    assert_eq!(runs.count(), 1);
+}
+
 /// A server that plays a script: for each connection the bytes it sends before it hangs up.
 async fn hanging_up(script: Vec<&'static str>) -> (u16, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

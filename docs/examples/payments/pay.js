@@ -1,5 +1,5 @@
-// One intent, one key: made when somebody means to pay, and kept, with what is to be sent, until the
-// answer has come. So a second press, a cut connection and a reload all ask for the same charge.
+// One intent, one key: made when somebody means to pay, and kept, with what is to be sent, until
+// the answer has come. So a second press, a cut connection and a reload ask for the same charge.
 
 const KEPT = "payment"; // in sessionStorage: of this tab, over reloads
 
@@ -16,7 +16,7 @@ function payment() {
 async function pay() {
   const { key, body } = payment();
   for (let wait = 100; ; wait = Math.min(2 * wait, 5000)) {
-    const answer = await ask(key, body).catch(() => null); // no answer: the network, or nobody knows
+    const answer = await ask(key, body).catch(() => null); // no answer
     if (answer !== null && !isPassing(answer)) return settle(key, answer);
     say("No answer yet. Asking again: you will not be charged twice.");
     await new Promise((resolve) => setTimeout(resolve, Math.random() * wait));
@@ -30,7 +30,9 @@ async function ask(key, body) {
     body,
     signal: AbortSignal.timeout(20_000),
   });
-  return { status: response.status, text: await response.text() };
+  const text = await response.text();
+  JSON.parse(text); // Chromium takes a head that was cut off for a whole one: then there is no JSON
+  return { status: response.status, text };
 }
 
 /** Whether the same request may get another answer. */
