@@ -423,8 +423,22 @@ async fn an_error_has_the_key_to_go_on_with() {
     let mut later = request();
     later.headers_mut().insert("idempotency-key", key);
     assert_eq!(client.call(later).await.unwrap().status(), 200);
-    let seen = seen.lock().unwrap();
-    assert_eq!(seen[0].to_lowercase(), seen[1].to_lowercase());
+    {
+        let seen = seen.lock().unwrap();
+        assert_eq!(seen[0].to_lowercase(), seen[1].to_lowercase());
+    }
+
+    // The port is closed by now.
+    let client = reqwest_middleware::ClientBuilder::new(reqwest::Client::new())
+        .with(layer().max_attempts(2))
+        .build();
+    let url = format!("http://127.0.0.1:{port}/");
+    let error = client.post(&url).with_extension(IntentKey::derived("a", ["1"])).send().await;
+    let error = error.unwrap_err();
+    let report = Report::of(&error).unwrap();
+    assert_eq!((report.attempts(), report.key().as_bytes()), (2, &b"\"a:1\""[..]));
+    let error = client.get(&url).send().await.unwrap_err();
+    assert!(Report::of(&error).is_none());
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ use super::{BoxError, Report};
 ///
 /// Whether the work was done is not known where there is a [`report`](Self::report): try again later
 /// under the same key, which the report has. Where there is none, nothing was sent under a key.
+/// Callers of `reqwest-middleware` find it by [`Report::of`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum IntentError<E> {

@@ -4,6 +4,8 @@ use std::fmt;
 
 use http::HeaderValue;
 
+use super::IntentError;
+
 /// How an answer came, or that none did: an extension of each response to a covered request, and
 /// part of an [`IntentError`](super::IntentError).
 ///
@@ -24,6 +26,19 @@ pub struct Report {
 }
 
 impl Report {
+    /// The report in an error of `reqwest-middleware`, if the error is one of [`IntentLayer`]'s and
+    /// something was sent: above all the key, to go on with.
+    ///
+    /// [`IntentLayer`]: super::IntentLayer
+    pub fn of(error: &reqwest_middleware::Error) -> Option<&Self> {
+        match error {
+            reqwest_middleware::Error::Middleware(error) => {
+                error.downcast_ref::<IntentError<reqwest_middleware::Error>>()?.report()
+            }
+            reqwest_middleware::Error::Reqwest(_) => None,
+        }
+    }
+
     /// How many attempts there were, from 1. One that was cut off counts.
     pub fn attempts(&self) -> u32 {
         self.attempts
