@@ -636,6 +636,7 @@ fn reply(status: u16, fields: &[(&str, &str)]) -> Option<Response<Full<Bytes>>> 
 
 #[tokio::test(start_paused = true)]
 async fn the_time_before_an_attempt_is_anywhere_below_a_limit_that_doubles() {
+    let _watchdog = watchdog();
     fastrand::seed(7);
     let policy = layer().backoff(100 * MS, 1_000 * MS).deadline(1_000 * SECOND).max_attempts(9);
     let limits = [100, 200, 400, 800, 1_000, 1_000, 1_000, 1_000];
@@ -660,6 +661,7 @@ async fn the_time_before_an_attempt_is_anywhere_below_a_limit_that_doubles() {
 
 #[tokio::test(start_paused = true)]
 async fn retry_after_is_waited_for_in_seconds_and_as_a_date() {
+    let _watchdog = watchdog();
     let policy = layer().deadline(100 * SECOND);
     const DATE: &str = "Sun, 06 Nov 1994 08:49:37 GMT";
     for (fields, seconds) in [
@@ -702,6 +704,7 @@ async fn retry_after_is_waited_for_in_seconds_and_as_a_date() {
 
 #[tokio::test(start_paused = true)]
 async fn the_deadline_and_the_time_of_an_attempt_are_kept() {
+    let _watchdog = watchdog();
     // It would come back behind the deadline: the answer is handed over now.
     let policy = layer().deadline(10 * SECOND);
     for asked in ["10", "99999999999999999999999", "Fri, 31 Dec 9999 23:59:59 GMT"] {
