@@ -305,7 +305,8 @@ async fn a_body_that_cannot_be_sent_twice_is_refused_before_it_is_sent_once() {
     assert!(text.contains("nothing was sent: the body is a stream"), "{text}");
 
     // A body that is made of bytes, and may be a stream as well: axum's.
-    let mut tower = layer().max_body(1_000).layer(service_fn(|_: Request<Body>| async {
+    let policy = layer().max_body(1_000).max_attempts(1);
+    let mut tower = policy.layer(service_fn(|_: Request<Body>| async {
         Err::<Response<Full<Bytes>>, _>("it was sent")
     }));
     for body in [Body::new(stream()), Body::from(vec![0; 1_001])] {
@@ -456,6 +457,12 @@ async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
             }),
         )
         .route(
+            "/silent",
+            post(|| async {
+                Body::from_stream(futures_util::stream::pending::<Result<Bytes, Infallible>>())
+            }),
+        )
+        .route(
             "/events",
             post(|| async {
                 // It never ends: the head must come through all the same.
@@ -472,11 +479,15 @@ async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
             }
         }
     }
-    let client =
-        reqwest_middleware::ClientBuilder::new(reqwest::Client::new()).with(layer()).build();
+    let inner = reqwest::Client::new();
+    let client = reqwest_middleware::ClientBuilder::new(inner.clone()).with(layer()).build();
     let events = client.post(format!("http://{}/events", server.address)).send().await.unwrap();
     assert_eq!(events.status(), 200);
     assert_eq!(events.url().path(), "/events");
+    let at_once = layer().max_answer(0);
+    let client = reqwest_middleware::ClientBuilder::new(inner).with(at_once).build();
+    let silent = client.post(format!("http://{}/silent", server.address)).send().await.unwrap();
+    assert_eq!(silent.status(), 200);
 }
 
 #[tokio::test]
