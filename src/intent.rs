@@ -339,13 +339,14 @@ mod tests {
         }
     }
 
-    /// Few bytes, and of those that mean something many, so that lists are nearly alike.
+    /// Short, and of what means something in a key, so that lists are nearly alike.
     fn part() -> impl Strategy<Value = Vec<u8>> {
-        let byte = prop::sample::select(&b"ab:/~ \\\"\0\xff"[..]);
         prop_oneof![
-            8 => prop::collection::vec(byte, 0..4),
-            // What a hashed key looks like, as a part.
+            8 => prop::collection::vec(prop::sample::select(&b"a:/~"[..]), 0..4),
+            // What is hashed, and what that looks like, as a part.
+            1 => Just(b"\0".to_vec()),
             1 => Just(IntentKey::derived("", ["\0"]).as_str().as_bytes().to_vec()),
+            1 => prop::collection::vec(prop::sample::select(&b" \\\",\xff"[..]), 1..3),
             1 => (120_usize..130).prop_map(|len| vec![b'a'; len]),
         ]
     }
@@ -363,12 +364,12 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig::with_cases(2))]
         // 1. Whatever the parts, it is a key, and the same one again.
         // 2. It needs no quotes.
-        // 3. Of many nearly equal lists no two different ones give one key.
+        // 3. Of two thousand nearly equal lists no two different ones give one key.
         #[test]
-        fn no_two_lists_give_one_key(all in prop::collection::vec(made(), 1..40)) {
+        fn no_two_lists_give_one_key(all in prop::collection::vec(made(), 2_000)) {
             let mut seen: HashMap<String, Made> = HashMap::new();
             for made in all {
                 let key = made.key();
