@@ -51,9 +51,9 @@ impl Key {
         Ok(Self::made(bytes))
     }
 
-    /// Of bytes that [`check`] would take: ASCII, so each is its character.
+    /// Of bytes that [`check`] would take: ASCII, so nothing is lost.
     pub(crate) fn made(bytes: &[u8]) -> Self {
-        Self(bytes.iter().copied().map(char::from).collect())
+        Self(String::from_utf8_lossy(bytes).into())
     }
 
     /// The characters of the key.

@@ -61,4 +61,6 @@ pub use outcome::DecodeError;
 pub use outcome::{HeaderLines, Outcome};
 pub use permit::{Completed, Permit, Token};
 pub use stats::Stats;
+#[cfg(feature = "http")]
+pub(crate) use store::NotClaimed;
 pub use store::{Drain, Entry, EntryState, Resolution, Store, StoreBuilder, Sweep, Swept};

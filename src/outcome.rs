@@ -72,6 +72,9 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// What a header line takes beside its name and value.
+    pub(crate) const LINE: usize = 6;
+
     /// An outcome with a status, no header lines and an empty body.
     pub fn new(status: u16) -> Self {
         Self { status, head: Bytes::new(), body: Bytes::new() }
@@ -82,19 +85,28 @@ impl Outcome {
     /// A name is cut at 65,535 bytes and a value at 4 GiB, which no HTTP message reaches.
     #[must_use]
     pub fn header(mut self, name: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> Self {
-        let name = name.as_ref();
-        let name = &name[..name.len().min(usize::from(u16::MAX))];
-        let value = value.as_ref();
-        let value = &value[..value.len().min(u32::MAX as usize)];
+        let (name, value) = (name.as_ref(), value.as_ref());
         // Gives the buffer back without a copy, because nobody else holds it yet.
         let mut head = Vec::from(std::mem::take(&mut self.head));
         // Exactly, because what is too much stays as long as the outcome.
-        head.reserve_exact(6 + name.len() + value.len());
-        head.extend_from_slice(&(name.len() as u16).to_be_bytes());
-        head.extend_from_slice(&(value.len() as u32).to_be_bytes());
-        head.extend_from_slice(name);
-        head.extend_from_slice(value);
+        head.reserve_exact(Self::LINE + name.len() + value.len());
+        push_line(&mut head, name, value);
         self.head = Bytes::from(head);
+        self
+    }
+
+    /// As [`Outcome::header`] for each of `lines`, of which there are `room` bytes at most, counting
+    /// [`LINE`](Self::LINE) for each.
+    #[cfg(feature = "http")]
+    pub(crate) fn headers<'a>(
+        mut self,
+        room: usize,
+        lines: impl Iterator<Item = (&'a [u8], &'a [u8])>,
+    ) -> Self {
+        let mut head = Vec::from(std::mem::take(&mut self.head));
+        head.reserve_exact(room);
+        lines.for_each(|(name, value)| push_line(&mut head, name, value));
+        self.head = Bytes::from(head.into_boxed_slice());
         self
     }
 
@@ -209,6 +221,16 @@ impl fmt::Debug for Outcome {
             .field("body_bytes", &self.body.len())
             .finish()
     }
+}
+
+/// Writes a header line behind those that are there.
+fn push_line(head: &mut Vec<u8>, name: &[u8], value: &[u8]) {
+    let name = &name[..name.len().min(usize::from(u16::MAX))];
+    let value = &value[..value.len().min(u32::MAX as usize)];
+    head.extend_from_slice(&(name.len() as u16).to_be_bytes());
+    head.extend_from_slice(&(value.len() as u32).to_be_bytes());
+    head.extend_from_slice(name);
+    head.extend_from_slice(value);
 }
 
 /// The header lines of an [`Outcome`], in order.

@@ -372,6 +372,38 @@ impl Store {
         self.claim_hashed(self.engine().hash(id), id, fingerprint, &mut translate)
     }
 
+    /// As [`Store::claim_with`], but where nothing is there `admit` is asked first, and its refusal is
+    /// the answer: nothing was claimed then. What it has let in comes along; what is there already is
+    /// told without asking it.
+    #[cfg(feature = "http")]
+    pub(crate) fn claim_admitted<P, R>(
+        &self,
+        id: &Identity<'_>,
+        fingerprint: Fingerprint,
+        mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+        admit: impl FnOnce() -> Result<P, R>,
+    ) -> Result<(Claim, Option<P>), NotClaimed<R>> {
+        let hold = self.hold();
+        let engine = hold.engine();
+        let hash = engine.hash(id);
+        let guard = engine.approach(hash);
+        // While the memory comes.
+        let frame = id.frame();
+        let mut asked = Asked::new(fingerprint, &mut translate);
+        let mut admitted = None;
+        let met = match engine.observe(hold.lane(), hash, &frame, &mut asked, &guard) {
+            Some(met) => met,
+            None => {
+                admitted = Some(admit().map_err(NotClaimed::Refused)?);
+                engine
+                    .claim(hold.lane(), hash, &frame, &mut asked, false, &guard)
+                    .map_err(NotClaimed::Error)?
+            }
+        };
+        let other = asked.other();
+        Ok((claim::answer(hold, met, &frame, fingerprint, other), admitted))
+    }
+
     /// Tells what is there and claims nothing; `None` if [`Store::claim`] would win.
     pub fn observe(&self, id: &Identity<'_>, fingerprint: Fingerprint) -> Option<Claim> {
         self.observe_with(id, fingerprint, |_| None)
@@ -600,6 +632,15 @@ impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Store").field("engine", self.engine()).finish()
     }
+}
+
+/// Why [`Store::claim_admitted`] claimed nothing.
+#[cfg(feature = "http")]
+#[derive(Debug)]
+pub(crate) enum NotClaimed<R> {
+    /// As the caller's own function said.
+    Refused(R),
+    Error(ClaimError),
 }
 
 /// What [`Store::look_up`] tells of an identity.

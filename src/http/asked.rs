@@ -9,14 +9,14 @@ use super::{
     body::ResponseBody,
     endpoint,
     intake::Received,
-    layer::{Config, Over},
+    layer::{Config, Over, Slot},
     policy::Policy,
     prefer,
     problem::Problem,
     reply,
     watch::{Ending, Watch},
 };
-use crate::{Claim, ClaimError, Fingerprint, Outcome, Replay, Scheme};
+use crate::{Claim, ClaimError, Fingerprint, NotClaimed, Outcome, Replay, Scheme};
 
 /// What is known of a request from its head, captured before anything ran (R12).
 pub(crate) struct Asked {
@@ -54,21 +54,24 @@ impl Asked {
         self.policy.fingerprint.of(parts, path, received.bytes.as_ref())
     }
 
-    /// Claims, or only looks: `None` is "absent", which a claim never answers.
+    /// Claims. Where nothing is there, a place for an owner is taken before, and comes along.
     pub(crate) fn claim(
         &self,
         fingerprint: Fingerprint,
-        may_win: bool,
         translate: impl FnMut(Scheme) -> Option<Fingerprint>,
-    ) -> Result<Option<Claim>, ClaimError> {
+    ) -> Result<(Claim, Option<Slot>), NotClaimed<Over>> {
         // The parts were measured when the request was let in, so there is an identity.
-        let Ok(identity) = self.caller.identity() else { return Ok(None) };
-        let store = self.config.backing.store();
-        if may_win {
-            store.claim_with(&identity, fingerprint, translate).map(Some)
-        } else {
-            Ok(store.observe_with(&identity, fingerprint, translate))
-        }
+        let Ok(identity) = self.caller.identity() else {
+            return Err(NotClaimed::Refused(Over::All));
+        };
+        let place = || self.config.caps.slot(&self.caller);
+        self.config.backing.store().claim_admitted(&identity, fingerprint, translate, place)
+    }
+
+    /// What is there, claiming nothing.
+    pub(crate) fn observe(&self, fingerprint: Fingerprint) -> Option<Claim> {
+        let identity = self.caller.identity().ok()?;
+        self.config.backing.store().observe(&identity, fingerprint)
     }
 
     pub(crate) fn answer<R>(&self, problem: Problem) -> Response<ResponseBody<R>> {

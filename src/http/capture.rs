@@ -7,7 +7,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, header, response::Parts};
 use http_body::Body;
 use http_body_util::BodyExt;
 
-use super::{BoxError, body::Rest};
+use super::{BoxError, at_once, body::Rest};
 
 /// What became of a response body.
 pub(crate) enum Captured<R> {
@@ -60,7 +60,7 @@ where
     };
     let read: Result<(), Option<BoxError>> = match size.exact() {
         Some(_) => reading.await,
-        None => tokio::time::timeout(limit, reading).await.unwrap_or(Err(None)),
+        None => at_once::within(limit, reading).await.unwrap_or(Err(None)),
     };
     // A buffer of its own size: the store counts the length, not the capacity.
     let data = Bytes::from(data.into_boxed_slice());

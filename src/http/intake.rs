@@ -27,12 +27,12 @@ use http_body::Body;
 use http_body_util::{BodyExt, LengthLimitError};
 use parking_lot::Mutex;
 
-use super::{BoxError, shares::Share};
+use super::{BoxError, at_once, shares::Share};
 
 /// A first allocation, if the client does not say how much will come, or says much.
 const FIRST: usize = 8 * 1024;
 
-/// How many bytes all buffered bodies may hold together.
+/// How much there may be of something at once: of bytes of all buffered bodies, or of owners.
 pub(crate) struct Budget {
     max: usize,
     used: AtomicUsize,
@@ -57,8 +57,8 @@ impl Budget {
     }
 }
 
-/// What one buffer holds of the budget, and of its account's share where that is limited. Dropping
-/// it gives the room back.
+/// What one buffer, or one owner, holds of the budget, and of its account's share where that is limited.
+/// Dropping it gives the room back.
 pub(crate) struct Charge {
     budget: Arc<Budget>,
     share: Option<Share>,
@@ -71,7 +71,7 @@ impl Charge {
         Self { budget: Arc::clone(budget), share, bytes: 0 }
     }
 
-    fn grow_to(&mut self, bytes: usize) -> Result<(), Refused> {
+    pub(crate) fn grow_to(&mut self, bytes: usize) -> Result<(), Refused> {
         let more = bytes.saturating_sub(self.bytes);
         if self.share.as_mut().is_some_and(|share| !share.grow(more)) {
             return Err(Refused::OverShare);
@@ -117,6 +117,11 @@ impl BodyBytes {
     pub(crate) fn to_bytes(&self) -> Bytes {
         if self.as_ref().is_empty() { Bytes::new() } else { Bytes::from_owner(self.clone()) }
     }
+
+    /// To list them by, without keeping them.
+    pub(crate) fn faint(&self) -> Faint {
+        Faint(Arc::downgrade(&self.0))
+    }
 }
 
 impl AsRef<[u8]> for BodyBytes {
@@ -124,6 +129,9 @@ impl AsRef<[u8]> for BodyBytes {
         &self.0.bytes
     }
 }
+
+/// Body bytes that somebody else may hold, or not any more.
+pub(crate) struct Faint(Weak<Buffer>);
 
 /// A request body that came in whole.
 pub(crate) struct Received {
@@ -168,7 +176,7 @@ where
         let bytes = BodyBytes(Arc::new(Buffer { bytes: Box::default(), _charge: charge }));
         return Ok(Received { bytes, trailers: None });
     }
-    tokio::time::timeout(limit, read_all(body, max, charge)).await.unwrap_or(Err(Refused::TooSlow))
+    at_once::within(limit, read_all(body, max, charge)).await.unwrap_or(Err(Refused::TooSlow))
 }
 
 async fn read_all<B>(
@@ -269,9 +277,9 @@ impl Bodies {
     }
 
     /// Lists a body until the guard is dropped. The latest entry of a digest stands.
-    pub(crate) fn list(self: &Arc<Self>, digest: [u8; 32], body: &BodyBytes) -> Listed {
-        let entry = Arc::downgrade(&body.0);
-        if !body.as_ref().is_empty() {
+    pub(crate) fn list(self: &Arc<Self>, digest: [u8; 32], body: Faint) -> Listed {
+        let Faint(entry) = body;
+        if entry.upgrade().is_some_and(|body| !body.bytes.is_empty()) {
             self.shard(&digest).lock().insert(digest, Weak::clone(&entry));
         }
         Listed { bodies: Arc::clone(self), digest, entry }
@@ -388,10 +396,10 @@ mod tests {
         let (first, second) = (body().await.unwrap().bytes, body().await.unwrap().bytes);
         let bodies = Arc::new(Bodies::default());
         assert!(bodies.find(&[7; 32]).is_none());
-        let listed = bodies.list([7; 32], &first);
+        let listed = bodies.list([7; 32], first.faint());
         assert!(Arc::ptr_eq(&bodies.find(&[7; 32]).unwrap().0, &first.0));
 
-        let later = bodies.list([7; 32], &second);
+        let later = bodies.list([7; 32], second.faint());
         drop(listed);
         assert!(Arc::ptr_eq(&bodies.find(&[7; 32]).unwrap().0, &second.0));
         drop(second);

@@ -10,14 +10,14 @@ use std::{
 };
 
 use http::{Method, request::Parts};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tower_layer::Layer;
 
 use super::{
+    at_once::Runtime,
     attempt::Caller,
     backing::Backing,
     endpoint,
-    intake::{Bodies, Budget},
+    intake::{Bodies, Budget, Charge, Refused},
     policy::Policy,
     published::PublishedPolicy,
     service::Idempotency,
@@ -138,7 +138,7 @@ impl IdempotencyLayer {
     /// as one process serves well. Replays and waiters do not count.
     #[must_use]
     pub fn max_tasks(self, tasks: usize) -> Self {
-        self.limits(|limits| limits.tasks = tasks.min(Semaphore::MAX_PERMITS))
+        self.limits(|limits| limits.tasks = tasks)
     }
 
     /// How many bytes of request bodies may be in memory at once; beyond it 503 (R19). Default:
@@ -180,7 +180,7 @@ impl IdempotencyLayer {
     pub fn stats(&self) -> HttpStats {
         let Config { counters, caps, .. } = &*self.config;
         HttpStats {
-            tasks: caps.limits.tasks.saturating_sub(caps.tasks.available_permits()),
+            tasks: caps.tasks.used(),
             buffered: caps.budget.used(),
             accounts: caps.shares.as_ref().map_or(0, |shares| shares.accounts()),
             unclaimed: counters.unclaimed.read(),
@@ -319,17 +319,17 @@ impl Default for Limits {
 /// What is limited over all requests of a layer.
 pub(crate) struct Caps {
     limits: Limits,
-    /// One permit for each owner at work.
-    tasks: Arc<Semaphore>,
+    /// One for each owner at work.
+    tasks: Arc<Budget>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) bodies: Arc<Bodies>,
     shares: Option<Arc<Shares>>,
+    pub(crate) runtime: Runtime,
 }
 
-/// The place of an owner at work: of all, and of its account.
+/// The place of an owner at work: of all, and of its account. Dropping it gives it back.
 pub(crate) struct Slot {
-    _task: OwnedSemaphorePermit,
-    _share: Option<Share>,
+    _place: Charge,
 }
 
 /// Who has no place.
@@ -345,10 +345,11 @@ impl Caps {
     fn new(limits: Limits) -> Self {
         Self {
             limits,
-            tasks: Arc::new(Semaphore::new(limits.tasks)),
+            tasks: Arc::new(Budget::new(limits.tasks)),
             budget: Arc::new(Budget::new(limits.buffered)),
             bodies: Arc::default(),
             shares: Shares::new(limits.each),
+            runtime: Runtime::default(),
         }
     }
 
@@ -359,12 +360,10 @@ impl Caps {
 
     /// A place for an owner.
     pub(crate) fn slot(&self, caller: &Arc<Caller>) -> Result<Slot, Over> {
-        let mut share = self.share(caller, Of::Tasks);
-        if share.as_mut().is_some_and(|share| !share.grow(1)) {
-            return Err(Over::Account);
-        }
-        match Arc::clone(&self.tasks).try_acquire_owned() {
-            Ok(task) => Ok(Slot { _task: task, _share: share }),
+        let mut place = Charge::new(&self.tasks, self.share(caller, Of::Tasks));
+        match place.grow_to(1) {
+            Ok(()) => Ok(Slot { _place: place }),
+            Err(Refused::OverShare) => Err(Over::Account),
             Err(_) => Err(Over::All),
         }
     }

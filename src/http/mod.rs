@@ -109,6 +109,7 @@
 //! on. What is cut off when the runtime ends is held (R11).
 
 mod asked;
+mod at_once;
 mod attempt;
 mod backing;
 mod body;

@@ -4,9 +4,10 @@
 //!
 //! 1. The client's future reads the body, claims and waits. It may be dropped at any of its awaits:
 //!    before the claim is won nothing is left behind (R19, R15).
-//! 2. Between a won claim and the spawned task there is no await. The work runs in that task; a
-//!    client that leaves drops only the handle (R18).
-//! 3. The task's slot is taken before the claim, so that a claim that was won always has a task,
+//! 2. Between a won claim and the first poll of the owner there is no await, and what has to wait in
+//!    that poll goes to a task in the same breath (`at_once`). A client that leaves can only leave
+//!    before or after: then it drops only the handle of the task (R18).
+//! 3. The owner's slot is taken before the claim, so that a claim that was won always has one,
 //!    and only after a look has found nothing: a replay or a mismatch never takes one.
 //!    A waiter holds no slot; it takes one when the identity becomes its own (R15), and so that it
 //!    finds the one of the owner that gave up, a slot is given back before the identity is settled.
@@ -19,7 +20,7 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, request::Parts};
 use http_body::Body;
 use tokio::{
-    task::JoinHandle,
+    runtime::Handle,
     time::{Instant, timeout_at},
 };
 use tower_service::Service;
@@ -27,6 +28,7 @@ use tower_service::Service;
 use super::{
     BoxError,
     asked::Asked,
+    at_once::{self, CutOff},
     attempt::{Acted, Attempt, Caller, Keep, Release},
     backing::{Claimed, Entered, Stale, Told, Verb},
     body::{RequestBody, ResponseBody, Rest},
@@ -39,7 +41,7 @@ use super::{
     shares::Of,
     watch::{Ending, Watch},
 };
-use crate::{Claim, Fingerprint, Outcome, Pending, Permit, Settled};
+use crate::{Claim, Fingerprint, NotClaimed, Outcome, Pending, Permit, Settled};
 
 /// The way of a request that was let in, as its client sees it.
 pub(super) async fn run<S, B, R>(
@@ -57,7 +59,8 @@ where
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
 {
-    let caps = Arc::clone(&asked.config.caps);
+    let caps = &asked.config.caps;
+    let runtime = caps.runtime.current();
     let policy = &asked.policy;
     let charge = Charge::new(&caps.budget, caps.share(&asked.caller, Of::Buffered));
     let mut body = Box::pin(body);
@@ -79,23 +82,14 @@ where
     let mut deadline = None;
     loop {
         let translate = |scheme| asked.policy.translate(scheme, &parts, &received);
-        let mut slot = Err(Over::All);
-        let mut claim = asked.claim(fingerprint, false, translate);
-        if matches!(claim, Ok(None)) {
-            slot = caps.slot(&asked.caller);
-            if let Err(over) = slot {
-                return Ok(asked.over(over));
-            }
-            claim = asked.claim(fingerprint, true, translate);
-        }
-        let claim = match claim {
-            Ok(Some(claim)) => claim,
-            // A claim that may win answers something.
-            Ok(None) => return Ok(asked.too_busy()),
-            Err(error) => return Ok(asked.refused(error)),
+        let (claim, slot) = match asked.claim(fingerprint, translate) {
+            Ok(claimed) => claimed,
+            Err(NotClaimed::Refused(over)) => return Ok(asked.over(over)),
+            Err(NotClaimed::Error(error)) => return Ok(asked.refused(error)),
         };
         let (permit, slot) = match claim {
-            Claim::Won(permit) => (permit, slot),
+            // Always with a slot.
+            Claim::Won(permit) => (permit, slot.ok_or(Over::All)),
             Claim::Replay(replay) => return Ok(asked.replay(&replay)),
             Claim::NotKept => return Ok(asked.answer(Problem::ResponseNotKept)),
             Claim::Mismatch => return Ok(asked.answer(Problem::KeyReused)),
@@ -133,8 +127,8 @@ where
         is_seated = false;
         asked.watch.waited();
         let work = Work { inner, parts, received };
-        let task = start(work, &asked, fingerprint, permit, slot);
-        let told = match ended(&asked, fingerprint, task).await? {
+        let ended = start(&runtime, work, &asked, fingerprint, permit, slot).await;
+        let told = match answered(&asked, fingerprint, ended).await? {
             Ok(response) => return Ok(response),
             Err((told, work)) => {
                 Work { inner, parts, received } = *work;
@@ -156,7 +150,7 @@ where
     }
 }
 
-/// What a task runs, or gives back if nothing is to run.
+/// What an owner runs, or gives back if nothing is to run.
 struct Work<S> {
     inner: S,
     parts: Parts,
@@ -190,7 +184,7 @@ fn share(
 ) {
     match bodies.find(fingerprint.digest()) {
         Some(bytes) => received.bytes = bytes,
-        None => *listed = Some(bodies.list(*fingerprint.digest(), &received.bytes)),
+        None => *listed = Some(bodies.list(*fingerprint.digest(), received.bytes.faint())),
     }
 }
 
@@ -246,7 +240,7 @@ fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
     }
 }
 
-/// How a task ended that was not cut off.
+/// How an owner ended that was not cut off.
 enum Ended<R, E, S> {
     Answered(Response<ResponseBody<R>>),
     Failed(E),
@@ -262,14 +256,15 @@ enum Ended<R, E, S> {
     Told(Told, Box<Work<S>>),
 }
 
-/// Spawns the owner's task.
+/// Starts the owner, which goes on if the answer is dropped; not started it would leave the claim held.
 fn start<S, B, R>(
+    runtime: &Handle,
     work: Work<S>,
     asked: &Asked,
     fingerprint: Fingerprint,
     permit: Permit,
     slot: Slot,
-) -> JoinHandle<Ended<R, S::Error, S>>
+) -> impl Future<Output = Result<Ended<R, S::Error, S>, CutOff>>
 where
     S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
     S::Future: Send,
@@ -281,25 +276,22 @@ where
     // The lease counts as renewed as long as the permit lives (R8). Lost already: then the verb at
     // the end says so.
     let _ = permit.attend();
-    let config = Arc::clone(&asked.config);
     let mut owner = Owner {
         #[cfg(feature = "tier")]
         staging: None,
         claimed: None,
         slot: Some(slot),
         has_begun: false,
-        config,
+        config: Arc::clone(&asked.config),
         watch: asked.watch.clone(),
     };
-    let listed = asked
-        .policy
-        .fingerprint
-        .covers_bytes()
-        .then(|| asked.config.caps.bodies.list(*fingerprint.digest(), &work.received.bytes));
+    // For duplicates, which come while it waits.
+    let bytes = asked.policy.fingerprint.covers_bytes().then(|| work.received.bytes.faint());
+    let bodies = &asked.config.caps.bodies;
+    let list = move || bytes.map(|bytes| bodies.list(*fingerprint.digest(), bytes));
     let (policy, config) = (Arc::clone(&asked.policy), Arc::clone(&asked.config));
     let (watch, caller) = (asked.watch.clone(), Arc::clone(&asked.caller));
-    let task = async move {
-        let _until_the_end = listed;
+    let run = async move {
         let translate = |scheme| policy.translate(scheme, &work.parts, &work.received);
         let claimed = match config.backing.enter(permit, translate).await {
             Entered::Yours(claimed) => claimed,
@@ -349,11 +341,10 @@ where
             Ended::Lost(outcome)
         })
     };
-    let around = watch.clone();
-    tokio::spawn(around.around(task))
+    at_once::detached(runtime, Box::pin(watch.around(run)), list)
 }
 
-/// The permit of a task, which settles when dropped: released if nothing has begun, else by the
+/// The permit of an owner, which settles when dropped: released if nothing has begun, else by the
 /// setting of the store (R11).
 struct Owner {
     /// What the handler may have staged in a transaction of its own.
@@ -508,14 +499,13 @@ where
     Ok(Ended::Answered(Response::from_parts(head, body)))
 }
 
-/// Waits for the task, which goes on if this is dropped. What the tier has told instead comes with
-/// what was to run.
-async fn ended<R, E, S>(
+/// The answer of an owner to its own client. What the tier has told instead comes with what was to run.
+async fn answered<R, E, S>(
     asked: &Asked,
     fingerprint: Fingerprint,
-    task: JoinHandle<Ended<R, E, S>>,
+    ended: Result<Ended<R, E, S>, CutOff>,
 ) -> Result<Result<Response<ResponseBody<R>>, (Told, Box<Work<S>>)>, E> {
-    Ok(Ok(match task.await {
+    Ok(Ok(match ended {
         Ok(Ended::Answered(response)) => response,
         Ok(Ended::Failed(error)) => return Err(error),
         Ok(Ended::Told(told, work)) => return Ok(Err((told, work))),
@@ -524,12 +514,11 @@ async fn ended<R, E, S>(
         Ok(Ended::InTransaction(outcome)) => asked.first(&outcome),
         #[cfg(feature = "tier")]
         Ok(Ended::Unknown) => asked.answer(Problem::OutcomeUnknown),
-        Err(cut_off) if cut_off.is_panic() => problem::plain(
+        Err(CutOff::Panicked) => problem::plain(
             StatusCode::INTERNAL_SERVER_ERROR,
             "the handler failed; it is not known whether the work was done",
         ),
-        // The runtime is shutting down.
-        Err(_) => asked.answer(Problem::OutcomeUnknown),
+        Err(CutOff::ShutDown) => asked.answer(Problem::OutcomeUnknown),
     }))
 }
 
@@ -541,10 +530,10 @@ async fn after_lost<R>(
 ) -> Response<ResponseBody<R>> {
     let deadline = after(asked.wait_limit);
     loop {
-        match asked.claim(fingerprint, false, |_| None) {
-            Ok(Some(Claim::Replay(replay))) => return asked.replay(&replay),
-            Ok(Some(Claim::NotKept)) => return asked.answer(Problem::ResponseNotKept),
-            Ok(Some(Claim::InFlight(pending))) => match wait(pending, deadline).await {
+        match asked.observe(fingerprint) {
+            Some(Claim::Replay(replay)) => return asked.replay(&replay),
+            Some(Claim::NotKept) => return asked.answer(Problem::ResponseNotKept),
+            Some(Claim::InFlight(pending)) => match wait(pending, deadline).await {
                 Waited::Settled(Settled::Completed(replay)) => {
                     return asked.replay(&replay);
                 }

@@ -23,10 +23,11 @@ pub(crate) fn keep(
 ) -> Outcome {
     let named = named_by_connection(headers);
     let is_kept = |name: &HeaderName| !is_left_out(policy, name) && !named.contains(name);
-    let mut outcome = Outcome::new(status.as_u16());
-    for (name, value) in headers.iter().filter(|(name, _)| is_kept(name)) {
-        outcome = outcome.header(name.as_str(), value.as_bytes());
-    }
+    let line = |(name, value): (&'_ HeaderName, &'_ HeaderValue)| name.as_str().len() + value.len();
+    let room = headers.iter().map(line).sum::<usize>() + headers.len() * Outcome::LINE;
+    let lines = headers.iter().filter(|(name, _)| is_kept(name));
+    let mut outcome = Outcome::new(status.as_u16())
+        .headers(room, lines.map(|(name, value)| (name.as_str().as_bytes(), value.as_bytes())));
     let mut marked = vec![TRAILER];
     for (name, value) in trailers.into_iter().flatten().filter(|(name, _)| is_kept(name)) {
         marked.truncate(1);
