@@ -419,6 +419,19 @@ impl Store {
         self.observe_hashed(self.engine().hash(id), id, fingerprint, &mut translate)
     }
 
+    /// As [`Store::observe`], for who has the key and not the request: there is no mismatch.
+    #[cfg(feature = "http")]
+    pub(crate) fn observe_any(&self, id: &Identity<'_>) -> Option<Claim> {
+        loop {
+            let fingerprint = self.engine().show(&id.frame())?.fingerprint;
+            match self.observe(id, fingerprint) {
+                // Claimed anew in between.
+                Some(Claim::Mismatch) => {}
+                there => return there,
+            }
+        }
+    }
+
     /// Asks for the memory that a claim of `id` will read, and does not wait for it. Worth its few
     /// nanoseconds if something is done before the claim, such as hashing the body.
     pub fn prefetch(&self, id: &Identity<'_>) {

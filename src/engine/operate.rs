@@ -5,6 +5,7 @@ use std::{task::Waker, time::Duration};
 use crate::{
     clock::Millis,
     error::{Busy, LostCause, ResolveError},
+    fingerprint::Fingerprint,
     identity::{Frame, Identity},
     index::{For, What},
     outcome::Outcome,
@@ -29,6 +30,8 @@ pub(crate) struct Shown {
     pub(crate) age: Duration,
     pub(crate) remaining: Duration,
     pub(crate) token: u64,
+    #[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only a client asks by the key alone"))]
+    pub(crate) fingerprint: Fingerprint,
     pub(crate) waiters: usize,
 }
 
@@ -108,7 +111,8 @@ impl Engine {
         let of_record = |record: &Record| {
             let remaining = record.end().since(now);
             let age = retention.saturating_sub(remaining);
-            Shown { view, age, remaining, token: record.token(), waiters: 0 }
+            let (token, fingerprint) = (record.token(), record.fingerprint());
+            Shown { view, age, remaining, token, fingerprint, waiters: 0 }
         };
         if view == View::Gone {
             return None;
@@ -128,6 +132,7 @@ impl Engine {
             age: now.since(since),
             remaining: word.at().since(now),
             token: cell.token(),
+            fingerprint: *cell.fingerprint(),
             waiters: self.waiters.count(cell),
         })
     }

@@ -39,13 +39,35 @@ impl Asked {
         caller: Arc<Caller>,
         parts: &Parts,
     ) -> Self {
+        let watch = Watch::new(&caller);
+        Self::watched(config, policy, caller, parts, watch)
+    }
+
+    fn watched(
+        config: Arc<Config>,
+        policy: Arc<Policy>,
+        caller: Arc<Caller>,
+        parts: &Parts,
+        watch: Watch,
+    ) -> Self {
         let wait_limit = match prefer::wait(&parts.headers) {
             Some(wait) => wait.min(policy.wait_cap.max(policy.wait_limit)),
             None => policy.wait_limit,
         };
         let (method, version) = (parts.method.clone(), parts.version);
-        let (watch, parts) = (Watch::new(&caller), policy.veto.keeps(parts));
+        let parts = policy.veto.keeps(parts);
         Self { config, policy, caller, wait_limit, watch, parts, method, version }
+    }
+
+    /// One that attaches: no attempt that logs and metrics are told of.
+    pub(crate) fn attached(
+        config: Arc<Config>,
+        policy: Arc<Policy>,
+        caller: Arc<Caller>,
+        parts: &Parts,
+    ) -> Self {
+        let watch = Watch::silent(&caller);
+        Self::watched(config, policy, caller, parts, watch)
     }
 
     /// The fingerprint by the scheme of the policy.

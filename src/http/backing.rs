@@ -13,7 +13,7 @@ use crate::tier::{
     through,
 };
 use crate::{
-    Entry, EntryState, Fingerprint, Identity, Outcome, Permit, Replay, Scheme, Store, Token,
+    Claim, Entry, EntryState, Fingerprint, Identity, Outcome, Permit, Replay, Scheme, Store, Token,
 };
 
 use super::watch::Ending;
@@ -25,6 +25,10 @@ use super::{
 };
 #[cfg(feature = "tier")]
 use std::sync::Arc;
+
+/// How soon one that waits without a claim of its own looks again at what another node does.
+#[cfg(feature = "tier")]
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 /// The store behind an [`IdempotencyLayer`](super::IdempotencyLayer): a [`Store`], or, with the
 /// feature `tier`, a [`Tiered`](crate::tier::Tiered). Made by `From`.
@@ -97,6 +101,25 @@ pub(super) struct Seen {
     pub(super) remaining: Duration,
 }
 
+/// What is there for who has the key and not the request.
+pub(super) enum There {
+    Nothing,
+    /// In memory.
+    Here(Claim),
+    /// In the tier alone, where another node runs it: nobody tells when it is done.
+    #[cfg_attr(not(feature = "tier"), expect(dead_code, reason = "memory alone knows all"))]
+    Elsewhere {
+        look_again: Duration,
+    },
+    /// In the tier alone.
+    #[cfg_attr(not(feature = "tier"), expect(dead_code, reason = "memory alone knows all"))]
+    Outcome(Outcome),
+    #[cfg_attr(not(feature = "tier"), expect(dead_code, reason = "memory alone knows all"))]
+    Unavailable {
+        retry_after: Duration,
+    },
+}
+
 /// How the owner ends it.
 #[derive(Debug)]
 pub(super) enum Verb {
@@ -133,6 +156,28 @@ impl Backing {
         }
         let seen = |Entry { state, age, remaining, .. }| Seen { state, age, remaining };
         Ok(self.store.look_up(&id).map(seen))
+    }
+
+    /// What is there, compared with no request. Claims nothing.
+    pub(super) async fn there(&self, id: Identity<'_>) -> There {
+        if let Some(claim) = self.store.observe_any(&id) {
+            return There::Here(claim);
+        }
+        #[cfg(feature = "tier")]
+        if let Some(tiered) = &self.tiered {
+            let found = match tiered.look_up(&id).await {
+                Ok(Some(found)) => found,
+                Ok(None) => return There::Nothing,
+                Err(_) => return There::Unavailable { retry_after: tiered.retry_after() },
+            };
+            return match found.state {
+                State::InFlight | State::Lapsed => There::Elsewhere { look_again: LOOK_AGAIN },
+                State::Completed(outcome) => There::Outcome(outcome),
+                State::NotKept => There::Here(Claim::NotKept),
+                State::Held => There::Here(Claim::Held),
+            };
+        }
+        There::Nothing
     }
 
     /// Takes a claim that was won in memory to the tier, if there is one.

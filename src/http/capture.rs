@@ -1,6 +1,6 @@
 //! The response body comes in: buffered whole if it may be kept, else handed on as it comes (R20).
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header, response::Parts};
@@ -60,7 +60,7 @@ where
     };
     let read: Result<(), Option<BoxError>> = match size.exact() {
         Some(_) => reading.await,
-        None => at_once::within(limit, reading).await.unwrap_or(Err(None)),
+        None => at_once::within(limit, pin!(reading)).await.unwrap_or(Err(None)),
     };
     // A buffer of its own size: the store counts the length, not the capacity.
     let data = Bytes::from(data.into_boxed_slice());

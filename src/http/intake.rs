@@ -13,7 +13,7 @@
 
 use std::{
     collections::HashMap,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{
         Arc, Weak,
         atomic::{AtomicUsize, Ordering},
@@ -176,7 +176,8 @@ where
         let bytes = BodyBytes(Arc::new(Buffer { bytes: Box::default(), _charge: charge }));
         return Ok(Received { bytes, trailers: None });
     }
-    at_once::within(limit, read_all(body, max, charge)).await.unwrap_or(Err(Refused::TooSlow))
+    let reading = pin!(read_all(body, max, charge));
+    at_once::within(limit, reading).await.unwrap_or(Err(Refused::TooSlow))
 }
 
 async fn read_all<B>(
@@ -309,8 +310,6 @@ impl Drop for Listed {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::pin;
-
     use http_body::Frame;
     use http_body_util::{Full, Limited, StreamBody};
 

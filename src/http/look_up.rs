@@ -45,7 +45,7 @@ impl IdempotencyLayer {
     ///
     /// It claims nothing, waits for nothing and shows no response: whoever has the request sends
     /// it again, and waits or gets the replay; it is the body that proves that he means the same
-    /// (R5).
+    /// (R5). [`attach`](Self::attach) gives the answer to who has the key alone.
     ///
     /// ```
     /// # #[cfg(feature = "axum")] {
@@ -70,17 +70,10 @@ impl LookUp {
     async fn answer(self, parts: Parts) -> Answer {
         let Self { config, endpoint } = &self;
         let policy = config.policy(endpoint);
-        let refuse = |problem: Problem| problem.answer(&policy.problem_base);
-        let Some(account) = config.account(&parts) else {
-            return refuse(Problem::AccountUnknown);
+        let caller = match caller_of(config, endpoint, &parts) {
+            Ok(caller) => caller,
+            Err(problem) => return problem.answer(&policy.problem_base),
         };
-        let lines = parts.headers.get_all(&policy.header_name);
-        let key = match Key::from_lines(lines.iter().map(|it| it.as_bytes()), policy.key_form) {
-            Ok(Some(key)) => key,
-            Ok(None) => return refuse(Problem::KeyMissing),
-            Err(_) => return refuse(Problem::KeyInvalid),
-        };
-        let caller = Caller { account, endpoint: endpoint.clone(), key };
         let found = match caller.identity() {
             Ok(id) => config.backing.look_up(id).await,
             // A name that is too long is none: nothing was ever claimed by it.
@@ -88,9 +81,7 @@ impl LookUp {
         };
         let seen = match found {
             Ok(Some(seen)) => seen,
-            Ok(None) => {
-                return problem::plain(StatusCode::NOT_FOUND, "nothing stands for this key");
-            }
+            Ok(None) => return nothing(),
             Err(retry_after) => {
                 let problem = Problem::TierUnavailable;
                 let (base, detail) = (&policy.problem_base, problem.detail());
@@ -113,6 +104,27 @@ impl LookUp {
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
         response
     }
+}
+
+/// Whose key of this endpoint is asked about.
+pub(super) fn caller_of(
+    config: &Config,
+    endpoint: &str,
+    parts: &Parts,
+) -> Result<Caller, Problem> {
+    let policy = config.policy(endpoint);
+    let account = config.account(parts).ok_or(Problem::AccountUnknown)?;
+    let lines = parts.headers.get_all(&policy.header_name);
+    match Key::from_lines(lines.iter().map(|line| line.as_bytes()), policy.key_form) {
+        Ok(Some(key)) => Ok(Caller { account, endpoint: endpoint.to_owned(), key }),
+        Ok(None) => Err(Problem::KeyMissing),
+        Err(_) => Err(Problem::KeyInvalid),
+    }
+}
+
+/// The same for a key that is not there and for one of another account.
+pub(super) fn nothing<B>() -> Response<ResponseBody<B>> {
+    problem::plain(StatusCode::NOT_FOUND, "nothing stands for this key")
 }
 
 impl<B> Service<Request<B>> for LookUp {

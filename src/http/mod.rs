@@ -82,9 +82,12 @@
 //!
 //! # What runs where
 //!
-//! The body is read, and the claim made, by the client's future. Once the claim is won, everything
-//! runs in a tokio task: a client that leaves changes nothing (R18). So a runtime of tokio with
-//! timers is needed, and the future panics without one, before anything ran.
+//! The body is read, and the claim made, by the client's future. Once the claim is won, a client that
+//! leaves changes nothing (R18): the handler is polled once where it is, and what has to wait then goes
+//! to a tokio task in the same breath. So a handler that answers without waiting costs no task, a
+//! runtime of tokio with timers is needed, and the future panics without one, before anything ran.
+//! Task-locals that were set outside of the layer are there in that first poll and gone after it:
+//! hand over what the handler needs in the request's extensions.
 //!
 //! The first client gets the response as the handler made it. What is stored for the others leaves
 //! out what belongs to the connection or the moment (R16). Trailers are kept. A response that is
@@ -110,6 +113,7 @@
 
 mod asked;
 mod at_once;
+mod attach;
 mod attempt;
 mod backing;
 mod body;
@@ -140,6 +144,7 @@ mod watch;
 #[cfg(feature = "tier")]
 pub use self::in_transaction::{InTransaction, InTransactionError};
 pub use self::{
+    attach::Attach,
     attempt::{Attempt, Keep, Release},
     backing::Backing,
     body::{RequestBody, ResponseBody},

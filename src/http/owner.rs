@@ -107,7 +107,8 @@ where
                     share(&caps.bodies, &fingerprint, &mut received, &mut listed);
                 }
                 let deadline = *deadline.get_or_insert_with(|| after(asked.wait_limit));
-                match wait(pending, deadline).await {
+                // Boxed, as all that most requests do not come to: they would carry its room about.
+                match Box::pin(wait(pending, deadline)).await {
                     Waited::Late => return Ok(asked.answer(Problem::InFlight)),
                     Waited::Lapsed => continue,
                     Waited::Settled(Settled::Yours(permit)) => (permit, caps.slot(&asked.caller)),
@@ -128,12 +129,25 @@ where
         asked.watch.waited();
         let work = Work { inner, parts, received };
         let ended = start(&runtime, work, &asked, fingerprint, permit, slot).await;
-        let told = match answered(&asked, fingerprint, ended).await? {
-            Ok(response) => return Ok(response),
-            Err((told, work)) => {
+        let told = match ended {
+            Ok(Ended::Answered(response)) => return Ok(response),
+            Ok(Ended::Failed(error)) => return Err(error),
+            Ok(Ended::Told(told, work)) => {
                 Work { inner, parts, received } = *work;
                 told
             }
+            Ok(Ended::Lost(ours)) => {
+                return Ok(Box::pin(after_lost(&asked, fingerprint, ours)).await);
+            }
+            #[cfg(feature = "tier")]
+            Ok(Ended::InTransaction(outcome)) => return Ok(asked.first(&outcome)),
+            #[cfg(feature = "tier")]
+            Ok(Ended::Unknown) => return Ok(asked.answer(Problem::OutcomeUnknown)),
+            Err(CutOff::Panicked) => {
+                let detail = "the handler failed; it is not known whether the work was done";
+                return Ok(problem::plain(StatusCode::INTERNAL_SERVER_ERROR, detail));
+            }
+            Err(CutOff::ShutDown) => return Ok(asked.answer(Problem::OutcomeUnknown)),
         };
         return Ok(match told {
             Told::Replay(replay) => asked.replay(&replay),
@@ -155,6 +169,28 @@ struct Work<S> {
     inner: S,
     parts: Parts,
     received: Received,
+}
+
+impl<S> Work<S> {
+    /// Calls the service.
+    fn begin<B>(self, attempt: Attempt, owner: &Owner) -> S::Future
+    where
+        S: Service<Request<RequestBody<B>>>,
+    {
+        let Self { mut inner, mut parts, received } = self;
+        parts.extensions.insert(attempt);
+        parts.extensions.insert(Acted);
+        #[cfg(feature = "tier")]
+        if let Some(staging) = &owner.staging {
+            parts.extensions.insert(staging.clone());
+        }
+        let _ = owner;
+        let Received { bytes, trailers } = received;
+        // From here on the handler's bytes are the only ones: it may drop them when it has read
+        // them.
+        let body = RequestBody::buffered(bytes.to_bytes(), trailers);
+        inner.call(Request::from_parts(parts, body))
+    }
 }
 
 fn not_received<R>(asked: &Asked, refused: Refused) -> Response<ResponseBody<R>> {
@@ -189,13 +225,13 @@ fn share(
 }
 
 /// A point in time so far ahead that it is none, where adding would overflow.
-fn after(span: Duration) -> Instant {
+pub(super) fn after(span: Duration) -> Instant {
     let now = Instant::now();
     let far = Duration::from_secs(30 * 365 * 24 * 60 * 60);
     now + span.min(far)
 }
 
-enum Waited {
+pub(super) enum Waited {
     Settled(Settled),
     /// The lease of the owner has lapsed: it is time to claim again.
     Lapsed,
@@ -204,7 +240,7 @@ enum Waited {
 }
 
 /// Waits until the owner settles, its lease lapses, or the limit has passed (R13).
-async fn wait(pending: Pending, deadline: Instant) -> Waited {
+pub(super) async fn wait(pending: Pending, deadline: Instant) -> Waited {
     if deadline <= Instant::now() {
         return Waited::Late;
     }
@@ -223,7 +259,7 @@ async fn wait(pending: Pending, deadline: Instant) -> Waited {
 }
 
 /// The answer to a waiter that is not the next owner.
-fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
+pub(super) fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
     match settled {
         Settled::Completed(replay) => asked.replay(&replay),
         Settled::Answered(outcome) => asked.hand_back(&outcome, None),
@@ -291,6 +327,7 @@ where
     let list = move || bytes.map(|bytes| bodies.list(*fingerprint.digest(), bytes));
     let (policy, config) = (Arc::clone(&asked.policy), Arc::clone(&asked.config));
     let (watch, caller) = (asked.watch.clone(), Arc::clone(&asked.caller));
+    let mut work = work;
     let run = async move {
         let translate = |scheme| policy.translate(scheme, &work.parts, &work.received);
         let claimed = match config.backing.enter(permit, translate).await {
@@ -304,27 +341,15 @@ where
         }
         owner.claimed = Some(claimed);
         owner.watch.owns(token);
-        let Work { mut inner, mut parts, received } = work;
-        parts.extensions.insert(Attempt { caller: Arc::clone(&caller), token });
-        parts.extensions.insert(Acted);
-        #[cfg(feature = "tier")]
-        if let Some(staging) = &owner.staging {
-            parts.extensions.insert(staging.clone());
-        }
-        let Received { bytes, trailers } = received;
-        let body = RequestBody::buffered(bytes.to_bytes(), trailers);
-        // From here on the handler's bytes are the only ones: it may drop them when it has read
-        // them.
-        drop(bytes);
-        let request = Request::from_parts(parts, body);
-        let method = request.method().clone();
-        if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
+        if let Err(error) = poll_fn(|cx| work.inner.poll_ready(cx)).await {
             // Nothing was done, and Lost means that somebody else has settled it.
             let _ = owner.settle(Verb::Release, Some(Ending::Failed)).await;
             return Ended::Failed(error);
         }
         owner.has_begun = true;
-        let answered = inner.call(request).await;
+        let method = work.parts.method.clone();
+        let attempt = Attempt { caller: Arc::clone(&caller), token };
+        let answered = work.begin(attempt, &owner).await;
         #[cfg(feature = "tier")]
         if let Some(staged) = owner.staging.as_ref().and_then(|staging| staging.take()) {
             return owner.conclude(staged, answered, &config).await;
@@ -497,29 +522,6 @@ where
     };
     say_when_it_expires(ending, &mut head.headers);
     Ok(Ended::Answered(Response::from_parts(head, body)))
-}
-
-/// The answer of an owner to its own client. What the tier has told instead comes with what was to run.
-async fn answered<R, E, S>(
-    asked: &Asked,
-    fingerprint: Fingerprint,
-    ended: Result<Ended<R, E, S>, CutOff>,
-) -> Result<Result<Response<ResponseBody<R>>, (Told, Box<Work<S>>)>, E> {
-    Ok(Ok(match ended {
-        Ok(Ended::Answered(response)) => response,
-        Ok(Ended::Failed(error)) => return Err(error),
-        Ok(Ended::Told(told, work)) => return Ok(Err((told, work))),
-        Ok(Ended::Lost(ours)) => after_lost(asked, fingerprint, ours).await,
-        #[cfg(feature = "tier")]
-        Ok(Ended::InTransaction(outcome)) => asked.first(&outcome),
-        #[cfg(feature = "tier")]
-        Ok(Ended::Unknown) => asked.answer(Problem::OutcomeUnknown),
-        Err(CutOff::Panicked) => problem::plain(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            "the handler failed; it is not known whether the work was done",
-        ),
-        Err(CutOff::ShutDown) => asked.answer(Problem::OutcomeUnknown),
-    }))
 }
 
 /// The winner's outcome for a client whose own run came too late, waiting for it (R9).

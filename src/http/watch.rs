@@ -82,6 +82,10 @@ mod imp {
             Self
         }
 
+        pub(crate) fn silent(_: &Arc<Caller>) -> Self {
+            Self
+        }
+
         pub(crate) fn waits(&self) {}
 
         pub(crate) fn waited(&self) {}
@@ -180,6 +184,18 @@ mod imp {
             }))
         }
 
+        /// Of a request that is no attempt: nobody is told of it.
+        pub(crate) fn silent(caller: &Arc<Caller>) -> Self {
+            Self(Arc::new(Watched {
+                caller: Arc::clone(caller),
+                has_ended: AtomicBool::new(true),
+                waits_since: OnceLock::new(),
+                has_waited: AtomicBool::new(true),
+                #[cfg(feature = "tracing")]
+                span: tracing::Span::none(),
+            }))
+        }
+
         /// It begins to wait for an owner, or goes on to.
         pub(crate) fn waits(&self) {
             self.0.waits_since.get_or_init(Instant::now);
@@ -199,7 +215,8 @@ mod imp {
 
         /// It is handed an outcome of this age back; none for one that was never stored.
         pub(crate) fn replayed(&self, age: Option<Duration>) {
-            if let Some(age) = age {
+            let is_told = !self.0.has_ended.load(Ordering::Relaxed);
+            if let Some(age) = age.filter(|_| is_told) {
                 #[cfg(feature = "tracing")]
                 self.0.span.record("age_ms", millis(age));
                 #[cfg(feature = "metrics")]

@@ -17,9 +17,9 @@ use crate::{
     authenticate,
     common::{HOUR, SECOND},
     counting, gated, idle, layer, of_account,
-    sockets::{Gate, Runs, serve, until},
+    sockets::{Gate, Reply, Runs, Server, serve, until},
     store,
-    wire::{Wire, assert_replay, charge},
+    wire::{Call, Wire, assert_replay, charge},
 };
 
 over_both! {
@@ -29,6 +29,9 @@ over_both! {
     r16_rights_withdrawn_since_veto_a_replay,
     r22_a_field_tells_when_the_key_ends,
     r03_a_client_may_look_up_what_became_of_its_own_key,
+    r03_a_client_that_lost_answer_and_request_may_attach_by_its_key,
+    r13_who_attaches_waits_as_a_duplicate_and_never_runs,
+    r16_what_is_attached_to_is_vetoed_and_opened_as_a_replay,
 }
 
 /// A stand-in for a cipher: every byte turned over with bytes that depend on the identity. The
@@ -300,5 +303,139 @@ async fn r03_a_client_may_look_up_what_became_of_its_own_key(wire: Wire) {
     let nobody = charge("k").at("/attempt").method(http::Method::GET).body("");
     assert_eq!(wire.ask(&server, nobody).await.problem(), "account-unknown");
     assert_eq!(store.stats().keys, 2);
+    idle(&once).await;
+}
+
+/// Asks for the answer of a key, without a body.
+async fn attached(wire: Wire, server: &Server, account: &str, key: &str) -> Reply {
+    wire.ask(server, attaching(account, key)).await
+}
+
+fn attaching(account: &str, key: &str) -> Call {
+    let call = charge(key).at("/answer").method(http::Method::GET).body("");
+    call.field("Authorization", account)
+}
+
+async fn r03_a_client_that_lost_answer_and_request_may_attach_by_its_key(wire: Wire) {
+    let (store, gate) = (store(), Gate::new());
+    let once = of_account(&store);
+    let app = secrets(&gate)
+        .layer(once.clone())
+        .route("/answer", get_service(once.attach("POST /charges")))
+        .layer(middleware::from_fn(authenticate));
+    let server = serve(app).await;
+    let bare = |mut reply: Reply| {
+        reply.fields.retain(|(name, _)| name != "date");
+        reply
+    };
+    let none = bare(attached(wire, &server, "alice", "k").await);
+    assert_eq!((none.status, none.field("cache-control")), (404, Some("no-store")));
+    assert_eq!(store.stats().keys, 0, "it claims nothing");
+
+    let first = wire.asking(&server, charge("k").field("Authorization", "alice")).await;
+    gate.entered().await;
+    let waiting = wire.asking(&server, attaching("alice", "k")).await;
+    until(|| store.stats().waiters == 1).await;
+    // Nobody else is told that there is anything, neither now nor later.
+    assert_eq!(bare(attached(wire, &server, "mallory", "k").await), none);
+    gate.open();
+    let first = first.await.unwrap();
+    let later = attached(wire, &server, "alice", "\"k\"").await;
+    for mut told in [waiting.await.unwrap(), later] {
+        assert_eq!(told.field("cache-control"), Some("no-store"));
+        told.fields.retain(|(name, _)| name != "cache-control");
+        assert_replay(&told, &first);
+    }
+    assert_eq!(bare(attached(wire, &server, "mallory", "k").await), none);
+    assert_eq!(attached(wire, &server, "alice", "bad key").await.problem(), "key-invalid");
+    let nobody = charge("k").at("/answer").method(http::Method::GET).body("");
+    assert_eq!(wire.ask(&server, nobody).await.problem(), "account-unknown");
+    assert_eq!(store.stats().keys, 1);
+    idle(&once).await;
+}
+
+async fn r13_who_attaches_waits_as_a_duplicate_and_never_runs(wire: Wire) {
+    let (store, runs, gate) = (store(), Runs::default(), Gate::new());
+    let once = of_account(&store).max_waiters_per_account(2);
+    let handler = {
+        let (runs, gate) = (runs.clone(), gate.clone());
+        move || async move {
+            let run = runs.up();
+            gate.pass().await;
+            // The first gives the key up without an answer that others could have.
+            let status = if run == 1 { StatusCode::BAD_REQUEST } else { StatusCode::CREATED };
+            (status, run.to_string())
+        }
+    };
+    let app = crate::charges(handler)
+        .layer(once.clone())
+        .route("/answer", get_service(once.attach("POST /charges")))
+        .layer(middleware::from_fn(authenticate));
+    let server = serve(app).await;
+    let retry = || charge("k").field("Authorization", "alice");
+    let first = wire.asking(&server, retry()).await;
+    gate.entered().await;
+    let told = wire.ask(&server, attaching("alice", "k").field("Prefer", "wait=0")).await;
+    assert_eq!((told.status, told.problem().as_str()), (409, "in-flight"));
+    assert!(told.field("retry-after").is_some());
+
+    // It is the oldest waiter, but the one behind it is the one that can run.
+    let waiting = wire.asking(&server, attaching("alice", "k")).await;
+    until(|| store.stats().waiters == 1).await;
+    let heir = wire.asking(&server, retry()).await;
+    until(|| store.stats().waiters == 2).await;
+    assert_eq!(attached(wire, &server, "alice", "k").await.problem(), "in-flight");
+    gate.open();
+    assert_eq!(first.await.unwrap().status, 400);
+    let second = heir.await.unwrap();
+    assert_eq!((second.status, second.text(), second.is_replay()), (201, "2", false));
+    let mut told = waiting.await.unwrap();
+    told.fields.retain(|(name, _)| name != "cache-control");
+    assert_replay(&told, &second);
+
+    // Where nobody else waits there is nothing in the end.
+    let theirs = Identity::new("alice", "POST /charges", "given up").unwrap();
+    let permit = match store.claim(&theirs, Fingerprint::request("POST", "/charges", b"")) {
+        Ok(Claim::Won(permit)) => permit,
+        other => panic!("{other:?}"),
+    };
+    let waiting = wire.asking(&server, attaching("alice", "given up")).await;
+    until(|| store.stats().waiters == 1).await;
+    permit.release().unwrap();
+    assert_eq!(waiting.await.unwrap().status, 404);
+    assert_eq!((runs.count(), store.stats().keys), (2, 1));
+
+    for (key, told) in [("held", "outcome-unknown"), ("not kept", "response-not-kept")] {
+        let theirs = Identity::new("alice", "POST /charges", key).unwrap();
+        match store.claim(&theirs, Fingerprint::request("POST", "/charges", b"")).unwrap() {
+            Claim::Won(permit) if key == "held" => permit.hold().unwrap(),
+            Claim::Won(permit) => assert!(!permit.complete_not_kept().unwrap().kept),
+            other => panic!("{other:?}"),
+        }
+        let quoted = format!("\"{key}\"");
+        assert_eq!(attached(wire, &server, "alice", &quoted).await.problem(), told);
+    }
+    idle(&once).await;
+}
+
+async fn r16_what_is_attached_to_is_vetoed_and_opened_as_a_replay(wire: Wire) {
+    let (store, gate) = (store(), Gate::new());
+    let once = of_account(&store)
+        .seal(Cipher)
+        .may_replay(|parts, _| parts.headers.get("x-role").is_some_and(|role| role == "clerk"));
+    let app = secrets(&gate)
+        .layer(once.clone())
+        .route("/answer", get_service(once.attach("POST /charges")))
+        .layer(middleware::from_fn(authenticate));
+    let server = serve(app).await;
+    gate.open();
+    let first = wire.ask(&server, charge("k").field("Authorization", "alice")).await;
+    assert_eq!(first.text(), "the s3cret itself");
+    let refused = attached(wire, &server, "alice", "k").await;
+    assert_eq!((refused.status, refused.problem().as_str()), (403, "replay-refused"));
+    let clerk = attaching("alice", "k").field("x-role", "clerk");
+    let mut told = wire.ask(&server, clerk).await;
+    told.fields.retain(|(name, _)| name != "cache-control");
+    assert_replay(&told, &first);
     idle(&once).await;
 }

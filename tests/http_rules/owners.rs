@@ -541,3 +541,43 @@ async fn r18_an_owner_may_call_its_own_server() {
 }
 
 use crate::sockets::ask_at as sockets_ask;
+
+/// A handler that does not wait runs where its client is served, whatever it does there: a thread that
+/// it blocks is one that it would have blocked without the layer. One that waits has a task of its own.
+#[tokio::test]
+async fn r18_a_handler_that_never_waits_has_no_task_and_one_that_waits_has() {
+    let _watchdog = watchdog();
+    let (store, gate) = (store(), Gate::new());
+    let once = layer(&store);
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let handler = {
+        let gate = gate.clone();
+        move |waits: String| async move {
+            if waits == "waits" {
+                gate.pass().await;
+            }
+            tasks().to_string()
+        }
+    };
+    let app = Router::new().route("/charges", post(handler)).layer(once.clone());
+    let call = |body: &'static str| {
+        let request = Request::post("/charges").header("idempotency-key", body);
+        tower::ServiceExt::oneshot(app.clone(), request.body(body.into()).unwrap())
+    };
+    let text = async |answer: Result<axum::response::Response, Infallible>| {
+        axum::body::to_bytes(answer.unwrap().into_body(), 99).await.unwrap()
+    };
+    let none = tasks();
+    assert_eq!(text(call("runs").await).await, none.to_string());
+    // A client that is there for one poll only.
+    let mut client = Box::pin(call("waits"));
+    let polled = client.as_mut().poll(&mut Context::from_waker(std::task::Waker::noop()));
+    assert!(polled.is_pending());
+    drop(client);
+    assert_eq!((tasks(), once.stats().tasks, store.stats().in_flight), (none + 1, 1, 1));
+    gate.open();
+    until(|| store.stats().in_flight == 0).await;
+    // What a retry gets is what it has done after its client was gone, in its task.
+    assert_eq!(text(call("waits").await).await, (none + 1).to_string());
+    until(|| tasks() == none).await;
+}
