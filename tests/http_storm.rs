@@ -6,7 +6,7 @@
 //! of the one execution; nothing is in flight, waited for or buffered in the end (R18).
 //!
 //! The choices follow from a seed, which is printed and may be set by `ONCEKEY_SEED`; what the
-//! scheduler makes of them does not.
+//! scheduler makes of them does not. With `ONCEKEY_TEST_TIER=memory` a tier is behind the store.
 #![cfg(feature = "axum")]
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
@@ -47,7 +47,7 @@ use tokio::{
 use crate::{
     common::{DAY, Dice, LONG, watchdog_of},
     counting::Since,
-    sockets::{Client, Reply, Server, serve, until},
+    sockets::{Client, Reply, Server, backing, serve, until},
 };
 
 const CLIENTS: u64 = 1_000;
@@ -159,7 +159,7 @@ impl Storm {
             }
             Answer::ALL[text("x-answer").parse::<usize>().unwrap()].respond(run)
         };
-        let layer = IdempotencyLayer::single_tenant(store)
+        let layer = IdempotencyLayer::single_tenant(backing(&store))
             .wait_limit(LONG)
             .read_limit(LONG)
             .capture_time(LONG)
