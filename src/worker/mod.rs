@@ -345,7 +345,7 @@ mod tests {
         send(async move {
             let Ok(id) = Identity::new("a", "b", "c") else { return };
             let _ = typed.run(&id, fingerprint, |_| async { Verdict::Done(7) }).await;
-            let keys = vec![String::from("a")];
+            let keys = [String::from("a")];
             let attempts = keys.iter().filter_map(|key| Identity::new("a", "b", key).ok());
             let work = |_: Vec<Job>| async { Vec::new() };
             other.run_each(attempts.map(|id| (id, fingerprint)), work).await;
