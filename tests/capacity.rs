@@ -4,7 +4,7 @@
 
 #[path = "common/mod.rs"]
 mod common;
-#[allow(dead_code, unreachable_pub, reason = "the example uses all of it")]
+#[allow(dead_code, reason = "the example uses all of it")]
 #[path = "../docs/examples/capacity/model.rs"]
 mod model;
 #[path = "common/postgres.rs"]

@@ -30,7 +30,10 @@ pub(crate) struct Shown {
     pub(crate) age: Duration,
     pub(crate) remaining: Duration,
     pub(crate) token: u64,
-    #[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only a client asks by the key alone"))]
+    #[cfg_attr(
+        not(feature = "http"),
+        expect(dead_code, reason = "only a client asks by the key alone")
+    )]
     pub(crate) fingerprint: Fingerprint,
     pub(crate) waiters: usize,
 }

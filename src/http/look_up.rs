@@ -107,11 +107,7 @@ impl LookUp {
 }
 
 /// Whose key of this endpoint is asked about.
-pub(super) fn caller_of(
-    config: &Config,
-    endpoint: &str,
-    parts: &Parts,
-) -> Result<Caller, Problem> {
+pub(super) fn caller_of(config: &Config, endpoint: &str, parts: &Parts) -> Result<Caller, Problem> {
     let policy = config.policy(endpoint);
     let account = config.account(parts).ok_or(Problem::AccountUnknown)?;
     let lines = parts.headers.get_all(&policy.header_name);

@@ -4,24 +4,24 @@ use std::time::Duration;
 
 /// What comes in.
 #[derive(Clone, Copy, Debug)]
-pub struct Load {
+pub(crate) struct Load {
     /// New keys a second, at the peak.
-    pub rate: f64,
+    pub(crate) rate: f64,
     /// How long an outcome is kept.
-    pub retention: Duration,
+    pub(crate) retention: Duration,
     /// Bytes of account, endpoint and key together.
-    pub identity: f64,
+    pub(crate) identity: f64,
     /// Bytes of an answer's header lines.
-    pub head: f64,
+    pub(crate) head: f64,
     /// Bytes of an answer's body.
-    pub body: f64,
+    pub(crate) body: f64,
     /// How long the work takes.
-    pub handler: Duration,
+    pub(crate) handler: Duration,
 }
 
 /// Where records are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tier {
+pub(crate) enum Tier {
     Embedded,
     Sqlite,
     Postgres,
@@ -29,9 +29,9 @@ pub enum Tier {
 }
 
 impl Tier {
-    pub const ALL: [Self; 4] = [Self::Embedded, Self::Sqlite, Self::Postgres, Self::Redis];
+    pub(crate) const ALL: [Self; 4] = [Self::Embedded, Self::Sqlite, Self::Postgres, Self::Redis];
 
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Embedded => "embedded",
             Self::Sqlite => "sqlite",
@@ -41,7 +41,7 @@ impl Tier {
     }
 
     /// Bytes of one completed record: on disk, in Redis in memory.
-    pub fn row(self, load: &Load) -> f64 {
+    pub(crate) fn row(self, load: &Load) -> f64 {
         let answer = load.head + load.body;
         match self {
             // Written at the claim and at the completion, until tables are merged; dropped at the
@@ -57,7 +57,7 @@ impl Tier {
     }
 
     /// Bytes that are there with no record.
-    pub fn fixed(self) -> f64 {
+    pub(crate) fn fixed(self) -> f64 {
         match self {
             Self::Embedded => f64::from(320 << 20), // journals
             _ => 0.0,
@@ -67,33 +67,33 @@ impl Tier {
 
 impl Load {
     /// Keys that are kept at a time.
-    pub fn kept(&self) -> f64 {
+    pub(crate) fn kept(&self) -> f64 {
         self.rate * self.retention.as_secs_f64()
     }
 
     /// Keys in flight at a time.
-    pub fn in_flight(&self) -> f64 {
+    pub(crate) fn in_flight(&self) -> f64 {
         self.rate * self.handler.as_secs_f64()
     }
 
     /// Bytes in memory of one kept key, as `max_bytes` counts them.
-    pub fn key(&self) -> f64 {
+    pub(crate) fn key(&self) -> f64 {
         let buffer = |bytes: f64| if bytes == 0.0 { 0.0 } else { 64.0 + bytes };
         240.0 + 9.0 / 8.0 * (self.identity + 3.0) + buffer(self.head) + buffer(self.body)
     }
 
     /// Bytes in memory of one key in flight: `outcome_reserve` at its default.
-    pub fn claim(&self) -> f64 {
+    pub(crate) fn claim(&self) -> f64 {
         240.0 + 9.0 / 8.0 * (self.identity + 3.0) + 4096.0
     }
 
     /// What `max_keys` must be at least.
-    pub fn max_keys(&self) -> f64 {
+    pub(crate) fn max_keys(&self) -> f64 {
         self.kept() + self.in_flight()
     }
 
     /// What `max_bytes` must be at least.
-    pub fn max_bytes(&self) -> f64 {
+    pub(crate) fn max_bytes(&self) -> f64 {
         self.kept() * self.key() + self.in_flight() * self.claim()
     }
 }

@@ -11,7 +11,7 @@ use std::{
 
 /// Who gets a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Routing {
+pub(crate) enum Routing {
     /// Any node, as behind most load balancers.
     Any,
     /// The node of the account's hash.
@@ -21,29 +21,29 @@ pub enum Routing {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Simulation {
-    pub nodes: u64,
-    pub routing: Routing,
+pub(crate) struct Simulation {
+    pub(crate) nodes: u64,
+    pub(crate) routing: Routing,
     /// New keys a second, for all nodes.
-    pub rate: f64,
+    pub(crate) rate: f64,
     /// Keys that the memory of one node holds.
-    pub memory: usize,
+    pub(crate) memory: usize,
     /// The share of keys that are sent again.
-    pub retried: f64,
+    pub(crate) retried: f64,
     /// How many keys are simulated.
-    pub keys: u64,
+    pub(crate) keys: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Seen {
+pub(crate) struct Seen {
     /// The share of retries that memory answered.
-    pub hits: f64,
+    pub(crate) hits: f64,
     /// Steps of the tier for each new key.
-    pub steps: f64,
+    pub(crate) steps: f64,
 }
 
 impl Simulation {
-    pub fn run(&self) -> Seen {
+    pub(crate) fn run(&self) -> Seen {
         let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
         let mut nodes: Vec<Memory> = (0..self.nodes).map(|_| Memory::default()).collect();
         let mut retries = BinaryHeap::new();
