@@ -124,15 +124,16 @@ fn to(server: &Server, path: &str) -> Request<Bytes> {
 /// What a service has seen: keys and bodies, in order.
 type Seen = Arc<Mutex<Vec<(Option<String>, Bytes)>>>;
 
+/// What is answered, the last first.
+type Answers = Arc<Mutex<Vec<Response<&'static str>>>>;
+
 /// A service that gives these answers in their order, and then 201 for ever.
 async fn answering(answers: impl IntoIterator<Item = Response<&'static str>>) -> (Server, Seen) {
     let seen = Seen::default();
     let mut answers: Vec<_> = answers.into_iter().collect();
     answers.reverse();
     let state = (Arc::new(Mutex::new(answers)), Arc::clone(&seen));
-    let handler = |State(state): State<(Arc<Mutex<Vec<Response<&'static str>>>>, Seen)>,
-                   headers: HeaderMap,
-                   body: Bytes| async move {
+    let handler = |State(state): State<(Answers, Seen)>, headers: HeaderMap, body: Bytes| async move {
         let key = headers.get("idempotency-key").map(|key| key.to_str().unwrap().to_owned());
         state.1.lock().unwrap().push((key, body));
         match state.0.lock().unwrap().pop() {

@@ -108,7 +108,7 @@ async fn so_many_intents_so_many_charges_and_each_knows_its_own() {
                 let order = json!({"amount_cents": cents, "currency": "usd", "source": "pm_card"});
                 // Half of them have a key of their own, the other half one that the layer makes.
                 let key = (nth % 4 < 2).then(|| IntentKey::derived("charge", [cents.to_string()]));
-                let (status, report, body) = if nth % 2 == 0 {
+                let (status, report, body) = if nth.is_multiple_of(2) {
                     let mut request = reqwest
                         .post(&url)
                         .header("authorization", "Bearer acme")
