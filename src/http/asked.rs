@@ -143,6 +143,14 @@ impl Asked {
         self.hand_back(replay.outcome(), Some(replay))
     }
 
+    /// What an owner left to those who waited when it released the key (R14). It is not marked: a
+    /// replay is final, and this key may be sent again.
+    pub(crate) fn released<R>(&self, outcome: &Outcome) -> Response<ResponseBody<R>> {
+        let mut response = self.hand_back(outcome, None);
+        response.headers_mut().remove(&self.policy.replay_header);
+        response
+    }
+
     /// An outcome for the one whose run has made it: no replay.
     #[cfg(feature = "tier")]
     pub(crate) fn first<R>(&self, outcome: &Outcome) -> Response<ResponseBody<R>> {

@@ -262,7 +262,7 @@ pub(super) async fn wait(pending: Pending, deadline: Instant) -> Waited {
 pub(super) fn told<R>(asked: &Asked, settled: Settled) -> Response<ResponseBody<R>> {
     match settled {
         Settled::Completed(replay) => asked.replay(&replay),
-        Settled::Answered(outcome) => asked.hand_back(&outcome, None),
+        Settled::Answered(outcome) => asked.released(&outcome),
         Settled::NotKept => asked.answer(Problem::ResponseNotKept),
         Settled::Mismatch => asked.answer(Problem::KeyReused),
         Settled::Held => asked.answer(Problem::OutcomeUnknown),
