@@ -276,7 +276,7 @@ impl Pair {
         let told = match claim {
             Ok(Claim::Won(permit)) => return (Told::Won(0), Some(permit), None),
             Ok(Claim::InFlight(pending)) => {
-                assert_eq!(pending.remaining().is_zero(), false, "{key} has lapsed");
+                assert!(!pending.remaining().is_zero(), "{key} has lapsed");
                 return (Told::InFlight, None, Some(pending));
             }
             Ok(Claim::Replay(replay)) => replayed(&replay),
