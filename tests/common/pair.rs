@@ -123,7 +123,7 @@ fn millis(span: Duration) -> Ms {
 }
 
 fn name(key: usize) -> Identity<'static> {
-    Identity::new(account(key), "POST /charges", &["0", "1", "2", "3"][key][..]).unwrap()
+    Identity::new(account(key), "POST /charges", ["0", "1", "2", "3"][key]).unwrap()
 }
 
 fn fingerprint(print: Print) -> Fingerprint {
