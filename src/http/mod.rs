@@ -84,10 +84,10 @@
 //!
 //! The body is read, and the claim made, by the client's future. Once the claim is won, a client that
 //! leaves changes nothing (R18): the handler is polled once where it is, and what has to wait then goes
-//! to a tokio task in the same breath. So a handler that answers without waiting costs no task, a
-//! runtime of tokio with timers is needed, and the future panics without one, before anything ran.
-//! Task-locals that were set outside of the layer are there in that first poll and gone after it:
-//! hand over what the handler needs in the request's extensions.
+//! to a tokio task in the same breath. A handler that answers without waiting needs no task. A runtime
+//! of tokio with timers must be there: without one the future panics, before anything ran.
+//! Task-locals that were set outside of the layer are there in that first poll and gone after it: hand
+//! over what the handler needs in the request's extensions.
 //!
 //! The first client gets the response as the handler made it. What is stored for the others leaves
 //! out what belongs to the connection or the moment (R16). Trailers are kept. A response that is
