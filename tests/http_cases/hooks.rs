@@ -394,12 +394,12 @@ async fn r13_who_attaches_waits_as_a_duplicate_and_never_runs(wire: Wire) {
     assert_replay(&told, &second);
 
     // Where nobody else waits there is nothing in the end.
-    let theirs = Identity::new("alice", "POST /charges", "given up").unwrap();
+    let theirs = Identity::new("alice", "POST /charges", "given-up").unwrap();
     let permit = match store.claim(&theirs, Fingerprint::request("POST", "/charges", b"")) {
         Ok(Claim::Won(permit)) => permit,
         other => panic!("{other:?}"),
     };
-    let waiting = wire.asking(&server, attaching("alice", "given up")).await;
+    let waiting = wire.asking(&server, attaching("alice", "given-up")).await;
     until(|| store.stats().waiters == 1).await;
     permit.release().unwrap();
     assert_eq!(waiting.await.unwrap().status, 404);
