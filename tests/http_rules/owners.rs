@@ -6,7 +6,7 @@ use std::{
     task::{Context, Poll},
 };
 
-use axum::{Extension, Router, extract::Request, middleware, routing::post};
+use axum::{Extension, Router, body::Body, extract::Request, middleware, routing::post};
 use bytes::Bytes;
 use http::{Response, StatusCode};
 use http_body_util::Full;
@@ -562,7 +562,7 @@ async fn r18_a_handler_that_never_waits_has_no_task_and_one_that_waits_has() {
     let app = Router::new().route("/charges", post(handler)).layer(once.clone());
     let call = |body: &'static str| {
         let request = Request::post("/charges").header("idempotency-key", body);
-        tower::ServiceExt::oneshot(app.clone(), request.body(axum::body::Body::from(body)).unwrap())
+        tower::ServiceExt::oneshot(app.clone(), request.body(Body::from(body)).unwrap())
     };
     let text = async |answer: Result<axum::response::Response, Infallible>| {
         axum::body::to_bytes(answer.unwrap().into_body(), 99).await.unwrap()
