@@ -386,6 +386,7 @@ async fn r13_who_attaches_waits_as_a_duplicate_and_never_runs(wire: Wire) {
     until(|| store.stats().waiters == 2).await;
     assert_eq!(attached(wire, &server, "alice", "k").await.problem(), "in-flight");
     gate.open();
+    gate.open();
     assert_eq!(first.await.unwrap().status, 400);
     let second = heir.await.unwrap();
     assert_eq!((second.status, second.text(), second.is_replay()), (201, "2", false));
