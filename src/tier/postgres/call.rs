@@ -46,13 +46,24 @@ enum Argument<'a> {
 pub(super) struct Call<'a> {
     inline: bool,
     text: String,
+    /// What stands behind the arguments.
+    end: &'static str,
     arguments: Vec<Argument<'a>>,
 }
 
 impl Writer {
     pub(super) fn call<'a>(&self, function: &str) -> Call<'a> {
-        let text = format!("SELECT * FROM {}.idempotency_{function}(", self.schema);
-        Call { inline: self.inline, text, arguments: Vec::with_capacity(12) }
+        self.start("SELECT", function, ")")
+    }
+
+    /// A call of a function that answers with rows, of which `columns` are read.
+    pub(super) fn rows<'a>(&self, columns: &str, function: &str) -> Call<'a> {
+        self.start(&format!("SELECT {columns} FROM"), function, ") AS r")
+    }
+
+    fn start<'a>(&self, begin: &str, function: &str, end: &'static str) -> Call<'a> {
+        let text = format!("{begin} {}.idempotency_{function}(", self.schema);
+        Call { inline: self.inline, text, end, arguments: Vec::with_capacity(12) }
     }
 
     /// A claim, or a takeover of `seen`.
@@ -208,7 +219,7 @@ impl<'a> Call<'a> {
         executor: impl Executor<'_, Database = Postgres>,
     ) -> Result<Answered, sqlx::Error> {
         // All rows, so until the server says that it is done: a row comes before its commit.
-        let text = AssertSqlSafe(format!("{})", self.text));
+        let text = AssertSqlSafe(format!("{}{}", self.text, self.end));
         let rows = if self.inline {
             sqlx::raw_sql(text).fetch_all(executor).await?
         } else {
@@ -262,76 +273,44 @@ impl Answered {
         row.try_get(0).map_err(TierError::unusable)
     }
 
-    /// What the function did.
+    /// What an operator's verb did.
     pub(super) fn word(&self) -> Result<&str, TierError> {
-        self.cell("answer")
-    }
-
-    pub(super) fn unexpected<T>(&self) -> Result<T, TierError> {
-        let word = self.word()?;
-        Err(TierError::unusable(format!("a function of the schema answered {word:?}")))
+        self.only()
     }
 
     pub(super) fn claimed(&self, claim: &NewClaim) -> Result<Claimed, TierError> {
-        match self.word()? {
+        let Some(answer) = self.only::<Option<Vec<u8>>>()? else {
+            return Ok(Claimed::Won { checkpoint: None });
+        };
+        let answer = Told::read(&answer)?;
+        match answer.word()? {
             "won" => {
-                let checkpoint: Option<Vec<u8>> = self.cell("checkpoint")?;
-                Ok(Claimed::Won { checkpoint: checkpoint.map(Bytes::from) })
+                let checkpoint = answer.bytes(CHECKPOINT).map(Bytes::copy_from_slice);
+                Ok(Claimed::Won { checkpoint })
             }
-            "met" => Ok(Claimed::Met(self.record()?)),
+            "met" => Ok(Claimed::Met(answer.record()?)),
             "locked" => Ok(Claimed::Met(unseen(claim))),
             "owner lapsed" => Err(TierError::OwnerLapsed),
-            _ => self.unexpected(),
+            word => unexpected(word),
         }
     }
 
     pub(super) fn landed(&self) -> Result<Landed, TierError> {
-        match self.word()? {
-            "done" => Ok(Landed::Done),
-            "lost" => Ok(Landed::Lost(self.found()?)),
-            _ => self.unexpected(),
+        let Some(answer) = self.only::<Option<Vec<u8>>>()? else { return Ok(Landed::Done) };
+        let answer = Told::read(&answer)?;
+        match answer.word()? {
+            "lost" if answer.bytes(STATE).is_none() => Ok(Landed::Lost(None)),
+            "lost" => Ok(Landed::Lost(Some(answer.record()?))),
+            word => unexpected(word),
         }
     }
 
     /// The record that came back, if any.
     pub(super) fn found(&self) -> Result<Option<Found>, TierError> {
-        if self.rows.is_empty() || self.cell::<Option<i16>>("state")?.is_none() {
+        if self.rows.is_empty() {
             return Ok(None);
         }
-        self.record().map(Some)
-    }
-
-    fn record(&self) -> Result<Found, TierError> {
-        let scheme = exactly(self.cell("scheme")?)?;
-        let digest = exactly(self.cell("fingerprint")?)?;
-        let number = |column| Ok::<u64, TierError>(self.cell::<i64>(column)?.cast_unsigned());
-        let micros = |column| Ok::<Duration, TierError>(Duration::from_micros(number(column)?));
-        Ok(Found {
-            fingerprint: Fingerprint::from_parts(Scheme::from_id(scheme), digest),
-            token: Token::new(number("owner")?, number("number")?),
-            state: match self.cell::<i16>("state")? {
-                0 => State::InFlight,
-                1 => State::Held,
-                2 => State::Completed(self.outcome()?),
-                3 => State::NotKept,
-                4 => State::Lapsed,
-                _ => return Err(damaged()),
-            },
-            age: micros("age")?,
-            remaining: micros("remaining")?,
-        })
-    }
-
-    fn outcome(&self) -> Result<Outcome, TierError> {
-        let status = u16::try_from(self.cell::<i32>("status")?).map_err(|_| damaged())?;
-        let (head, body): (Vec<u8>, Vec<u8>) = (self.cell("headers")?, self.cell("body")?);
-        let length = head.len();
-        let outcome = Outcome::from_parts(status, head.into(), body.into());
-        let lines = outcome.header_lines().map(|(name, value)| 6 + name.len() + value.len());
-        if lines.sum::<usize>() != length {
-            return Err(damaged());
-        }
-        Ok(outcome)
+        Told::read(&self.only::<Vec<u8>>()?)?.record().map(Some)
     }
 
     pub(super) fn recalls(&self) -> Result<Recalls, TierError> {
@@ -350,6 +329,105 @@ impl Answered {
     }
 }
 
+/// The fields of an `idempotency_answer`, in its order.
+const ANSWER: usize = 0;
+const SCHEME: usize = 1;
+const FINGERPRINT: usize = 2;
+const OWNER: usize = 3;
+const NUMBER: usize = 4;
+const STATE: usize = 5;
+const STATUS: usize = 6;
+const HEADERS: usize = 7;
+const BODY: usize = 8;
+const CHECKPOINT: usize = 9;
+const AGE: usize = 10;
+const REMAINING: usize = 11;
+const FIELDS: usize = 12;
+
+/// An `idempotency_answer` in the bytes that `record_send` makes of it: how many fields there are,
+/// 4 bytes; of each its type and its length, 4 bytes each, where -1 is null; and the field.
+struct Told<'a> {
+    fields: [Option<&'a [u8]>; FIELDS],
+}
+
+impl<'a> Told<'a> {
+    fn read(bytes: &'a [u8]) -> Result<Self, TierError> {
+        Self::split(bytes).ok_or_else(damaged)
+    }
+
+    fn split(bytes: &'a [u8]) -> Option<Self> {
+        let (count, mut rest) = bytes.split_first_chunk()?;
+        if i32::from_be_bytes(*count) != FIELDS as i32 {
+            return None;
+        }
+        let mut fields = [None; FIELDS];
+        for field in &mut fields {
+            let (_type, after) = rest.split_first_chunk::<4>()?;
+            let (length, after) = after.split_first_chunk()?;
+            rest = after;
+            if let Ok(length) = usize::try_from(i32::from_be_bytes(*length)) {
+                let (value, after) = rest.split_at_checked(length)?;
+                (*field, rest) = (Some(value), after);
+            }
+        }
+        rest.is_empty().then_some(Self { fields })
+    }
+
+    fn bytes(&self, field: usize) -> Option<&'a [u8]> {
+        self.fields.get(field).copied().flatten()
+    }
+
+    fn exactly<const N: usize>(&self, field: usize) -> Result<[u8; N], TierError> {
+        self.bytes(field).and_then(|bytes| bytes.try_into().ok()).ok_or_else(damaged)
+    }
+
+    /// What the function did.
+    fn word(&self) -> Result<&'a str, TierError> {
+        let word = self.bytes(ANSWER).and_then(|bytes| std::str::from_utf8(bytes).ok());
+        word.ok_or_else(damaged)
+    }
+
+    fn record(&self) -> Result<Found, TierError> {
+        let number = |field| self.exactly(field).map(u64::from_be_bytes);
+        Ok(Found {
+            fingerprint: Fingerprint::from_parts(
+                Scheme::from_id(self.exactly(SCHEME)?),
+                self.exactly(FINGERPRINT)?,
+            ),
+            token: Token::new(number(OWNER)?, number(NUMBER)?),
+            state: match i16::from_be_bytes(self.exactly(STATE)?) {
+                0 => State::InFlight,
+                1 => State::Held,
+                2 => State::Completed(self.outcome()?),
+                3 => State::NotKept,
+                4 => State::Lapsed,
+                _ => return Err(damaged()),
+            },
+            age: Duration::from_micros(number(AGE)?),
+            remaining: Duration::from_micros(number(REMAINING)?),
+        })
+    }
+
+    fn outcome(&self) -> Result<Outcome, TierError> {
+        let status = i32::from_be_bytes(self.exactly(STATUS)?);
+        let status = u16::try_from(status).map_err(|_| damaged())?;
+        let (Some(head), Some(body)) = (self.bytes(HEADERS), self.bytes(BODY)) else {
+            return Err(damaged());
+        };
+        let (length, head) = (head.len(), Bytes::copy_from_slice(head));
+        let outcome = Outcome::from_parts(status, head, Bytes::copy_from_slice(body));
+        let lines = outcome.header_lines().map(|(name, value)| 6 + name.len() + value.len());
+        if lines.sum::<usize>() != length {
+            return Err(damaged());
+        }
+        Ok(outcome)
+    }
+}
+
+pub(super) fn unexpected<T>(word: &str) -> Result<T, TierError> {
+    Err(TierError::unusable(format!("a function of the schema answered {word:?}")))
+}
+
 /// What a claim that ran into another open transaction is told: a record that cannot be seen, so
 /// with the claim's own fingerprint and the token of nobody.
 pub(super) fn unseen(claim: &NewClaim) -> Found {
@@ -360,10 +438,6 @@ pub(super) fn unseen(claim: &NewClaim) -> Found {
         age: Duration::ZERO,
         remaining: Duration::ZERO,
     }
-}
-
-fn exactly<const N: usize>(bytes: Vec<u8>) -> Result<[u8; N], TierError> {
-    bytes.try_into().map_err(|_| damaged())
 }
 
 fn damaged() -> TierError {

@@ -272,7 +272,7 @@ impl Tier for PostgresTier {
     }
 
     fn look_up<'a>(&'a self, id: Identity<'a>) -> Answer<'a, Option<Found>> {
-        let call = self.shared.writer.call("look_up").identity(id);
+        let call = self.shared.writer.rows("record_send(r)", "look_up").identity(id);
         Box::pin(async move { self.ask(call).await?.found() })
     }
 
@@ -285,7 +285,7 @@ impl Tier for PostgresTier {
                 "done" => Ok(Forgotten::Gone),
                 "absent" => Ok(Forgotten::Absent),
                 "in flight" => Ok(Forgotten::Busy),
-                _ => answered.unexpected(),
+                word => call::unexpected(word),
             }
         })
     }
@@ -304,7 +304,7 @@ impl Tier for PostgresTier {
                 "absent" => Ok(Resolved::Absent),
                 "in flight" => Ok(Resolved::InFlight),
                 "completed" => Ok(Resolved::Completed),
-                _ => answered.unexpected(),
+                word => call::unexpected(word),
             }
         })
     }
@@ -318,7 +318,7 @@ impl Tier for PostgresTier {
     }
 
     fn recalls(&self, since: Option<u64>) -> Answer<'_, Recalls> {
-        let call = self.shared.writer.call("recalled").number(since);
+        let call = self.shared.writer.rows("*", "recalled").number(since);
         Box::pin(async move { self.ask(call).await?.recalls() })
     }
 
