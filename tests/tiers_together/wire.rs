@@ -120,6 +120,8 @@ async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
         let proxy = Proxy::to(format!("127.0.0.1:{}", direct.get_port())).await;
         let pool = sqlx::postgres::PgPoolOptions::new()
             .acquire_timeout(Duration::from_millis(300))
+            // Else it is a test of the connection that is slow, and not the claim.
+            .test_before_acquire(false)
             .connect_with(direct.host("127.0.0.1").port(proxy.port))
             .await
             .unwrap();
