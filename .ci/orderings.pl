@@ -43,7 +43,7 @@ for my $file (map { "src/$_.rs" } @files) {
 # The two fences that stand in `sync` itself.
 open(my $in, '<', "$tree/src/sync.rs") or die "sync: $!";
 my $sync = do { local $/ = undef; <$in> };
-for my $name (qw(fence_after_seq_cst_addition between_seq_cst)) {
+for my $name (qw(fence_after_seq_cst_change between_seq_cst)) {
     $number++;
     print "$number\tsrc/sync.rs\t0\t$name\tfence(Ordering::SeqCst)\n";
     $sync =~ s/(fn $name\(\) \{[^}]*?(?:else \{\s*)?)\bfence\(Ordering::SeqCst\)/$1crate::sync::weak_fence($number)/

@@ -133,6 +133,11 @@ impl Room {
         drawn.bytes = drawn.bytes.saturating_sub(bytes);
     }
 
+    /// Whether accounts have shares that their records count against.
+    pub(crate) fn has_shares(&self) -> bool {
+        self.shares.is_some()
+    }
+
     pub(crate) fn leave_share(&self, lane: usize, account: &[u8]) {
         if let Some(shares) = &self.shares {
             shares.leave(account, |place| self.shrink(lane, place));

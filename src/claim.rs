@@ -207,7 +207,7 @@ impl Pending {
             None => {}
         }
         let hash = engine.hash(&Identity::from_frame(&self.frame));
-        let guard = engine.approach(hash);
+        let guard = self.hold.approach(hash);
         let met = engine.claim(lane, hash, &self.frame, &mut asked, true, &guard);
         Err(match met.map_err(Settled::Refused)? {
             Met::Seated(ticket) => return Ok(ticket),

@@ -13,7 +13,7 @@ use std::{
 };
 
 use crate::{
-    clock::Millis,
+    clock::{Millis, Timer},
     sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, Ordering},
 };
 
@@ -32,6 +32,8 @@ pub(crate) struct Alarm {
 #[derive(Debug, Default)]
 struct State {
     rung: bool,
+    /// Memory is to be made ready.
+    short: bool,
     shut: bool,
 }
 
@@ -39,16 +41,25 @@ impl Alarm {
     /// Sees to it that the sweep looks again no later than at `at`.
     pub(crate) fn no_later_than(&self, at: Millis) {
         if at.0 < self.until.load(Ordering::SeqCst) {
-            self.state.lock().rung = true;
-            self.bell.notify_all();
+            self.ring();
         }
+    }
+
+    /// Wakes the sweep's thread to make memory ready, and for nothing else.
+    pub(crate) fn ask_for_memory(&self) {
+        self.state.lock().short = true;
+        self.bell.notify_all();
+    }
+
+    fn ring(&self) {
+        self.state.lock().rung = true;
+        self.bell.notify_all();
     }
 
     /// Wakes the sweep if it sleeps because nothing was there.
     pub(crate) fn ring_if_idle(&self) {
         if self.until.load(Ordering::SeqCst) == u64::MAX {
-            self.state.lock().rung = true;
-            self.bell.notify_all();
+            self.ring();
         }
     }
 
@@ -68,6 +79,8 @@ pub(crate) trait Sweeper: Send + 'static {
     /// Does what is due; `None` if the store is gone. Answers with how long to sleep at most
     /// (`None`: until a timer is set), asked after everything due was done.
     fn sweep(&self, about_to_sleep: impl Fn(Option<Millis>)) -> Option<Option<Duration>>;
+    /// Makes memory ready for those who come next, a bounded step of it.
+    fn prepare(&self);
     /// A panic came out of [`Sweeper::sweep`].
     fn panicked(&self);
 }
@@ -99,13 +112,18 @@ fn drive(alarm: &Alarm, store: &impl Sweeper) {
                 Some(Duration::from_millis(100))
             }
         };
+        let timer = Timer::start();
         let mut state = alarm.state.lock();
-        if state.shut {
-            return;
-        }
-        if !state.rung {
-            match nap {
-                Some(nap) => drop(alarm.bell.wait_for(&mut state, nap)),
+        while !state.shut && !state.rung {
+            if std::mem::take(&mut state.short) {
+                drop(state);
+                store.prepare();
+                state = alarm.state.lock();
+                continue;
+            }
+            match nap.map(|nap| nap.saturating_sub(timer.elapsed())) {
+                Some(Duration::ZERO) => break,
+                Some(left) => drop(alarm.bell.wait_for(&mut state, left)),
                 None => alarm.bell.wait(&mut state),
             }
         }

@@ -156,6 +156,11 @@ impl Frame {
         frame
     }
 
+    /// Whether it stands on the heap.
+    pub(crate) fn is_long(&self) -> bool {
+        matches!(self.0, Bytes::Long(_))
+    }
+
     /// As an assignment of a clone, which would be made somewhere else first.
     #[inline]
     pub(crate) fn copy_from(&mut self, other: &Self) {

@@ -23,7 +23,7 @@ pub(crate) struct Lane {
     /// Identities in flight. `SeqCst` with the drain: either a claim sees the drain, or the drain
     /// sees the claim.
     pub(crate) in_flight: AtomicUsize,
-    /// How many claims were won when the sweep was here last. Only the sweep writes it.
+    /// How many claims guards had counted as won when the sweep was here last. Only it writes this.
     won: Tally,
     /// Blocks of cells that are to stay though nobody has a cell of them.
     stay: Tally,
@@ -45,8 +45,7 @@ impl Lane {
     }
 
     /// The sweep is here: a lane that no claim was won in since it was here last needs nothing.
-    pub(crate) fn look_back(&self) {
-        let won = self.counters.won.read();
+    pub(crate) fn look_back(&self, won: u64) {
         let is_used = self.won.swap(won, Ordering::Relaxed) != won;
         self.stay.store(if is_used { STAY } else { 0 }, Ordering::Relaxed);
     }

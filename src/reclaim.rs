@@ -5,27 +5,33 @@
 //! [`Guard::defer`], which frees it once every guard that was there is gone.
 //!
 //! ```text
-//! readers of a lane   | even | odd |      each guard is counted in the one of its epoch
-//! epoch               e -> e + 1, when the counters that e + 1 will take are seen at zero
+//! row of a lane   | seat | seat | .. | more -> row |      seat: free, or the epoch of who sits there
+//! epoch           goes up with each marking
+//! past            all that was marked with a lower epoch may be freed
 //!
-//! fresh --seal--> old, with the epoch of that time     three epochs later: free
+//! fresh --seal--> old, with the epoch of that time     once no guard of it or before sits: free
 //! ```
 //!
-//! 1. A guard is counted in one counter from before its first look to after its last.
-//! 2. What is unreachable is marked with the epoch that is read after that, and may be freed when
-//!    the epoch is at least three further. The last two of the steps to there began later than the
-//!    mark, and each has seen one side of the counters at zero. A guard that could have reached what
-//!    is freed was counted all that time, so its side was not zero.
-//! 3. Which epoch a guard has read does not matter, however old: it is counted in one of two sides.
+//! A guard takes a free seat of its lane by compare-and-swap, with the epoch that it has read before,
+//! and leaves it by a store, which is half the cost of counting up and down. Where as many threads as
+//! a row has seats lost their processor in the middle of a look, another row is put behind it. Who
+//! sits is alone at his seat, and counts there without a lock what is done often (see `Often`).
 //!
-//! The count and the look are two words: the guard counts itself, then reads links; the collector
-//! has cut links, then reads counts. A full fence on both sides makes one of them see the other.
+//! 1. A guard sits from before its first look to after its last.
+//! 2. What is unreachable is marked with the epoch that is read after that. A guard with a later
+//!    epoch has read one that was made after the marking, so it cannot reach what was marked.
+//! 3. Who has seen, after an epoch was made, that no guard of an earlier one sits, knows that all is
+//!    past that was marked earlier. An epoch that is read too old only makes others wait.
+//!
+//! The seat and the look are two words: the guard sits down, then reads links; the collector has cut
+//! links, then looks at seats. A full fence on both sides makes one of them see the other. In the same
+//! way the fences after the cut and after sitting down order the two readings of the epoch.
 //!
 //! Why not crossbeam-epoch: its garbage belongs to threads, not to stores. What a store has cut off
 //! would come back when some thread next pins, perhaps one that only sleeps, and not when the store
 //! is swept or dropped; then `max_bytes` would be no limit. Here a store that nobody looks at gives
 //! everything back in one call, and a sleeper delays nobody but its own store. The cost is about
-//! the same: two additions in the lane's own line.
+//! the same: a swap and a store in the lane's own lines.
 
 // Room 1 of 3 with unsafe code: it only passes on what its callers promise.
 #![allow(unsafe_code)]
@@ -46,6 +52,16 @@ impl Mark {
 
     pub(crate) fn bits(self) -> u32 {
         self.0
+    }
+
+    /// Whether it was made in an epoch before this one. Marks go round: one that is 2^31 epochs old is
+    /// taken for a new one, for as many epochs.
+    #[cfg_attr(
+        all(oncekey_loom, not(oncekey_reclaim), not(test)),
+        allow(dead_code, reason = "the stand-in keeps everything")
+    )]
+    fn is_below(self, epoch: u64) -> bool {
+        (epoch as u32).wrapping_sub(self.0) as i32 > 0
     }
 }
 
@@ -68,8 +84,11 @@ impl Deferred {
     allow(dead_code, reason = "it has models of its own")
 )]
 mod counted {
+    use std::cell::Cell;
+
     use crate::reclaim::{Deferred, Mark};
-    use crate::sync::{AtomicUsize, Mutex, Ordering, fence, fence_after_seq_cst_addition};
+    use crate::stats::{Often, OftenCounts};
+    use crate::sync::{AtomicU64, Mutex, Ordering, fence, fence_after_seq_cst_change};
 
     /// So much garbage is kept without another allocation.
     const ROOM: usize = 64;
@@ -77,20 +96,118 @@ mod counted {
     /// With so much garbage whoever adds to it tries to free some.
     const MUCH: usize = if cfg!(oncekey_loom) { 2 } else { 4 };
 
+    /// Seats of a row: with the link, two lines of the cache.
+    const SEATS: usize = if cfg!(oncekey_loom) { 1 } else { 15 };
+
+    /// Nobody sits there: no epoch.
+    const FREE: u64 = 0;
+
     /// A store's guards and garbage.
     pub(crate) struct Domain {
-        lanes: Box<[Readers]>,
-        /// Its lowest bit is the side that new guards take.
-        epoch: Epoch,
+        lanes: Box<[Row]>,
+        /// What new guards sit down with.
+        epoch: Apart,
+        /// All marks below it are past.
+        past: Apart,
         garbage: Mutex<Garbage>,
     }
 
-    #[repr(align(128))]
-    struct Readers([AtomicUsize; 2]);
-
     /// Read by all and rarely written, so on a line of its own.
     #[repr(align(128))]
-    struct Epoch(AtomicUsize);
+    struct Apart(AtomicU64);
+
+    #[repr(align(128))]
+    struct Row {
+        /// [`FREE`], or the epoch of who sits there.
+        seats: [AtomicU64; SEATS],
+        /// The address of another row; zero for none. Compare-and-swap from zero.
+        more: AtomicU64,
+        /// What was done by who sat there.
+        counts: [OftenCounts; SEATS],
+    }
+
+    thread_local! {
+        /// The seat that this thread found free last: it likely is again.
+        static SEAT: Cell<usize> = const { Cell::new(0) };
+    }
+
+    impl Row {
+        fn new() -> Self {
+            Self {
+                seats: std::array::from_fn(|_| AtomicU64::new(FREE)),
+                more: AtomicU64::new(0),
+                counts: std::array::from_fn(|_| OftenCounts::default()),
+            }
+        }
+
+        /// Takes a seat, unless somebody sits there.
+        #[inline]
+        fn sit(&self, seat: usize, epoch: u64) -> bool {
+            let Some(seat) = self.seats.get(seat) else { return false };
+            // Relaxed where somebody sits: nothing is concluded. The fence behind it is the partner
+            // of the ones in `mark` and `look_around`.
+            let took = seat.compare_exchange(FREE, epoch, Ordering::SeqCst, Ordering::Relaxed);
+            fence_after_seq_cst_change();
+            took.is_ok()
+        }
+
+        /// Takes any seat, of this row or one behind it.
+        #[cold]
+        fn sit_anywhere(&self, epoch: u64) -> (&Self, usize) {
+            let mut row = self;
+            loop {
+                for (seat, there) in row.seats.iter().enumerate() {
+                    // Relaxed: a hint.
+                    if there.load(Ordering::Relaxed) == FREE && row.sit(seat, epoch) {
+                        SEAT.set(seat);
+                        return (row, seat);
+                    }
+                }
+                row = row.more().unwrap_or_else(|| row.add());
+            }
+        }
+
+        fn more(&self) -> Option<&Self> {
+            // Acquire, partner of the swap in `add`: the row is whole.
+            let more = self.more.load(Ordering::Acquire) as usize;
+            // SAFETY: rows stay until the domain is dropped.
+            (more != 0).then(|| unsafe { &*std::ptr::with_exposed_provenance(more) })
+        }
+
+        /// Puts a row behind this one, unless another thread has.
+        fn add(&self) -> &Self {
+            let row = Box::into_raw(Box::new(Self::new()));
+            let address = row.expose_provenance() as u64;
+            // Release: the row is whole. Acquire: so is that of another thread.
+            let there =
+                self.more.compare_exchange(0, address, Ordering::Release, Ordering::Acquire);
+            let row = match there {
+                Ok(_) => row.cast_const(),
+                Err(other) => {
+                    // SAFETY: made above, and nobody knows of it.
+                    drop(unsafe { Box::from_raw(row) });
+                    std::ptr::with_exposed_provenance(other as usize)
+                }
+            };
+            // SAFETY: as in `more`.
+            unsafe { &*row }
+        }
+
+        fn rows(&self) -> impl Iterator<Item = &Self> {
+            std::iter::successors(Some(self), |row| row.more())
+        }
+    }
+
+    impl Drop for Row {
+        fn drop(&mut self) {
+            // Relaxed: nobody else has the domain any more.
+            let more = self.more.load(Ordering::Relaxed) as usize;
+            if more != 0 {
+                // SAFETY: from `add`, and nobody uses it.
+                drop(unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Self>(more)) });
+            }
+        }
+    }
 
     struct Garbage {
         fresh: Vec<Deferred>,
@@ -106,16 +223,18 @@ mod counted {
     /// While it lives, nothing that is reachable now is freed.
     pub(crate) struct Guard<'a> {
         domain: &'a Domain,
-        readers: &'a AtomicUsize,
+        seat: &'a AtomicU64,
+        counts: &'a OftenCounts,
+        epoch: u64,
     }
 
     impl Domain {
         pub(crate) fn new(lanes: usize) -> Self {
-            let readers = || Readers([AtomicUsize::new(0), AtomicUsize::new(0)]);
             let room = || Vec::with_capacity(ROOM);
             Self {
-                lanes: (0..lanes).map(|_| readers()).collect(),
-                epoch: Epoch(AtomicUsize::new(0)),
+                lanes: (0..lanes).map(|_| Row::new()).collect(),
+                epoch: Apart(AtomicU64::new(FREE + 1)),
+                past: Apart(AtomicU64::new(FREE)),
                 garbage: Mutex::new(Garbage {
                     fresh: room(),
                     old: room(),
@@ -128,53 +247,76 @@ mod counted {
         /// Holds off reclamation. `lane` spreads, it decides nothing; it is taken modulo.
         #[inline]
         pub(crate) fn pin(&self, lane: usize) -> Guard<'_> {
-            // Relaxed: either side is right.
-            let side = self.epoch.0.load(Ordering::Relaxed) & 1;
+            // Relaxed: one that is too old is right too.
+            let epoch = self.epoch.0.load(Ordering::Relaxed);
             // A power of two of them.
-            let Readers(sides) = &self.lanes[lane & (self.lanes.len() - 1)];
-            // The fence is the partner of the one in `advance`.
-            sides[side].fetch_add(1, Ordering::SeqCst);
-            fence_after_seq_cst_addition();
-            Guard { domain: self, readers: &sides[side] }
+            let first = &self.lanes[lane & (self.lanes.len() - 1)];
+            let last = SEAT.get();
+            let (row, seat) =
+                if first.sit(last, epoch) { (first, last) } else { first.sit_anywhere(epoch) };
+            Guard { domain: self, seat: &row.seats[seat], counts: &row.counts[seat], epoch }
         }
 
-        /// Moves the epoch on if nobody is left on the side that comes next. False if somebody is.
-        fn advance(&self) -> bool {
+        /// How often something was done by guards of a lane.
+        pub(crate) fn counted_in(&self, lane: usize, what: Often) -> u64 {
+            let rows = self.lanes.get(lane).into_iter().flat_map(Row::rows);
+            rows.flat_map(|row| &row.counts).map(|counts| counts.read(what)).sum()
+        }
+
+        /// How often something was done by guards.
+        pub(crate) fn counted(&self, what: Often) -> u64 {
+            (0..self.lanes.len()).map(|lane| self.counted_in(lane, what)).sum()
+        }
+
+        /// Makes a new epoch, if the present one is `epoch`.
+        fn move_on_from(&self, epoch: u64) {
+            let next = epoch + 1;
+            // Relaxed: the fences order it. Failure: somebody else has made one.
+            let _ =
+                self.epoch.0.compare_exchange(epoch, next, Ordering::Relaxed, Ordering::Relaxed);
+        }
+
+        /// Sees what is past.
+        fn look_around(&self) {
             let epoch = self.epoch.0.load(Ordering::Relaxed);
-            let next = epoch.wrapping_add(1);
-            // Partner of the one in `pin`: a guard whose count is not seen below sees all links that
-            // were cut before this. And of the one in `mark`.
+            // Partner of the ones in `sit` and `mark`: a guard that is not seen below sees all links
+            // that were cut before a marking with an earlier epoch.
             fence(Ordering::SeqCst);
-            // Acquire, partner of the Release in the guard's drop: it has looked its last.
-            let empty = |Readers(sides): &Readers| sides[next & 1].load(Ordering::Acquire) == 0;
-            if !self.lanes.iter().all(empty) {
-                return false;
+            let mut past = epoch;
+            for seat in self.lanes.iter().flat_map(Row::rows).flat_map(|row| &row.seats) {
+                // Acquire, partner of the Release in the guard's drop: it has looked its last. Who has
+                // taken its seat since goes on with what it released.
+                let sits = seat.load(Ordering::Acquire);
+                if sits != FREE {
+                    past = past.min(sits);
+                }
             }
-            // AcqRel: who sees the new epoch has what all steps to it have seen. Relaxed where
-            // somebody else has moved it.
-            let moved =
-                self.epoch.0.compare_exchange(epoch, next, Ordering::AcqRel, Ordering::Relaxed);
-            let _ = moved;
-            true
+            // Release, partner of `is_past`.
+            self.past.0.fetch_max(past, Ordering::AcqRel);
         }
 
         /// Makes all marks past, unless somebody looks. To be called without a guard.
         pub(crate) fn turn_over(&self) {
-            let _ = self.advance() && self.advance() && self.advance();
+            self.move_on_from(self.epoch.0.load(Ordering::Relaxed));
+            self.look_around();
         }
 
         fn mark(&self) -> Mark {
-            // Partner of the one in `advance`: a step that begins in a later epoch than is read here
-            // comes after this.
+            // Partner of the ones in `sit` and `look_around`: a guard with a later epoch than is read
+            // here has sat down after this.
             fence(Ordering::SeqCst);
-            Mark(self.epoch.0.load(Ordering::Relaxed) as u32)
+            let epoch = self.epoch.0.load(Ordering::Relaxed);
+            // Guards to come are told from those that the mark waits for.
+            self.move_on_from(epoch);
+            Mark(epoch as u32)
         }
 
         fn is_past(&self, mark: Mark) -> bool {
-            // Acquire, partner of the AcqRel in `advance`.
-            let epoch = self.epoch.0.load(Ordering::Acquire) as u32;
-            // Marks go round: one that is 2^32 epochs old is taken for a new one, for three epochs.
-            epoch.wrapping_sub(mark.0) >= 3
+            // Acquire, partner of the change in `look_around`: what the guards did that are gone.
+            mark.is_below(self.past.0.load(Ordering::Acquire)) || {
+                self.look_around();
+                mark.is_below(self.past.0.load(Ordering::Acquire))
+            }
         }
 
         /// Frees what can be freed; true if something is left for which the caller may try again.
@@ -194,10 +336,7 @@ mod counted {
                     *sealed = self.mark();
                 }
                 if !self.is_past(garbage.sealed) {
-                    if !self.advance() {
-                        return left;
-                    }
-                    continue;
+                    return left;
                 }
                 let mut ready = std::mem::take(&mut garbage.old);
                 garbage.busy = true;
@@ -251,24 +390,29 @@ mod counted {
             }
         }
 
+        /// Counts something that was done.
+        #[inline]
+        pub(crate) fn count(&self, what: Often) {
+            self.counts.add_alone(what);
+        }
+
         /// For what this thread has made unreachable, or seen so: from when it counts.
         pub(crate) fn mark(&self) -> Mark {
             self.domain.mark()
         }
 
-        /// Whether all guards are gone that could have reached what was marked so. If not, tries to
-        /// make it so for who asks later.
+        /// Whether all guards are gone that could have reached what was marked so.
         pub(crate) fn is_past(&self, mark: Mark) -> bool {
-            self.domain.is_past(mark) || {
-                self.domain.advance();
-                self.domain.is_past(mark)
-            }
+            // Else this guard itself is in the way.
+            mark.is_below(self.epoch) && self.domain.is_past(mark)
         }
     }
 
     impl Drop for Guard<'_> {
+        #[inline]
         fn drop(&mut self) {
-            self.readers.fetch_sub(1, Ordering::Release);
+            // Release, partner of the loads in `look_around`.
+            self.seat.store(FREE, Ordering::Release);
         }
     }
 
@@ -289,20 +433,29 @@ mod counted {
 mod keeping {
     use crate::{
         reclaim::{Deferred, Mark},
+        stats::{Often, OftenCounts},
         sync::Quiet,
     };
 
-    pub(crate) struct Domain(Quiet<Vec<Deferred>>);
+    pub(crate) struct Domain(Quiet<Vec<Deferred>>, OftenCounts);
 
     pub(crate) struct Guard<'a>(&'a Domain);
 
     impl Domain {
         pub(crate) fn new(_lanes: usize) -> Self {
-            Self(Quiet::default())
+            Self(Quiet::default(), OftenCounts::default())
         }
 
         pub(crate) fn pin(&self, _lane: usize) -> Guard<'_> {
             Guard(self)
+        }
+
+        pub(crate) fn counted_in(&self, _lane: usize, what: Often) -> u64 {
+            self.1.read(what)
+        }
+
+        pub(crate) fn counted(&self, what: Often) -> u64 {
+            self.1.read(what)
         }
 
         pub(crate) fn turn_over(&self) {}
@@ -324,6 +477,10 @@ mod keeping {
             if let Ok(mut kept) = self.0.0.lock() {
                 kept.push(Deferred { free, first, second });
             }
+        }
+
+        pub(crate) fn count(&self, what: Often) {
+            self.0.1.add(what);
         }
 
         pub(crate) fn mark(&self) -> Mark {

@@ -94,6 +94,37 @@ counters! {
     sweep_panics,
 }
 
+/// What is done so often that guards count it, mostly without a lock: see `reclaim`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Often {
+    Won,
+    Completed,
+    Replayed,
+    MetInFlight,
+}
+
+/// A counter for each.
+#[derive(Debug, Default)]
+pub(crate) struct OftenCounts([Tally; 4]);
+
+impl OftenCounts {
+    /// By the stand-in under the model checker, where all share them.
+    #[cfg(all(oncekey_loom, not(oncekey_reclaim)))]
+    pub(crate) fn add(&self, what: Often) {
+        self.0[what as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// By who is alone to write these.
+    pub(crate) fn add_alone(&self, what: Often) {
+        let counter = &self.0[what as usize];
+        counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn read(&self, what: Often) -> u64 {
+        self.0[what as usize].load(Ordering::Relaxed)
+    }
+}
+
 impl Counters {
     /// How many records and claims have left.
     pub(crate) fn ended(&self) -> u64 {

@@ -33,6 +33,9 @@ const MOST_KEYS: usize = 1 << 31;
 /// More bytes than this are clamped: 2^16 slabs of 1 MiB hold them (R25).
 const MOST_BYTES: usize = 48 << 30;
 
+/// Chunks of memory that the sweep's thread makes ready in a row.
+const PREPARED: usize = 16;
+
 /// Longer durations are clamped to this: 100 years (R23).
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
@@ -297,6 +300,14 @@ impl Sweeper for Background {
         }
     }
 
+    fn prepare(&self) {
+        if let Some(engine) = self.0.upgrade() {
+            // As long as claims come faster than this, and no longer than is good for the rest.
+            let _ = (0..PREPARED).all(|_| engine.pages.prepare());
+            let_go(engine);
+        }
+    }
+
     fn panicked(&self) {
         if let Some(engine) = self.0.upgrade() {
             engine.own_lane().counters.sweep_panics.up();
@@ -369,7 +380,8 @@ impl Store {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Result<Claim, ClaimError> {
-        self.claim_hashed(self.engine().hash(id), id, fingerprint, &mut translate)
+        let hold = self.hold();
+        Self::claim_hashed(hold, hold.engine().hash(id), id, fingerprint, &mut translate)
     }
 
     /// As [`Store::claim_with`], but where nothing is there `admit` is asked first, and its refusal is
@@ -416,7 +428,8 @@ impl Store {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Option<Claim> {
-        self.observe_hashed(self.engine().hash(id), id, fingerprint, &mut translate)
+        let hold = self.hold();
+        Self::observe_hashed(hold, hold.engine().hash(id), id, fingerprint, &mut translate)
     }
 
     /// As [`Store::observe`], for who has the key and not the request: there is no mismatch.
@@ -435,8 +448,8 @@ impl Store {
     /// Asks for the memory that a claim of `id` will read, and does not wait for it. Worth its few
     /// nanoseconds if something is done before the claim, such as hashing the body.
     pub fn prefetch(&self, id: &Identity<'_>) {
-        let engine = self.engine();
-        drop(engine.approach(engine.hash(id)));
+        let hold = self.hold();
+        drop(hold.approach(hold.engine().hash(id)));
     }
 
     /// As [`Store::claim`] for each of `attempts`, in order. Faster for many: the waits for memory
@@ -446,7 +459,7 @@ impl Store {
         attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
     ) -> Vec<Result<Claim, ClaimError>> {
         let attempts = self.fetched(attempts);
-        let claim = |(hash, id, fp)| self.claim_hashed(hash, &id, fp, &mut |_| None);
+        let claim = |(hash, id, fp)| Self::claim_hashed(self.hold(), hash, &id, fp, &mut |_| None);
         attempts.into_iter().map(claim).collect()
     }
 
@@ -457,7 +470,8 @@ impl Store {
         attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
     ) -> Vec<Option<Claim>> {
         let attempts = self.fetched(attempts);
-        let observe = |(hash, id, fp)| self.observe_hashed(hash, &id, fp, &mut |_| None);
+        let observe =
+            |(hash, id, fp)| Self::observe_hashed(self.hold(), hash, &id, fp, &mut |_| None);
         attempts.into_iter().map(observe).collect()
     }
 
@@ -466,27 +480,26 @@ impl Store {
         &self,
         attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>,
     ) -> Vec<(u64, Identity<'a>, Fingerprint)> {
-        let engine = self.engine();
+        let hold = self.hold();
         let bucket = |(id, fingerprint): (Identity<'a>, Fingerprint)| {
-            let hash = engine.hash(&id);
-            drop(engine.approach(hash));
+            let hash = hold.engine().hash(&id);
+            drop(hold.approach(hash));
             (hash, id, fingerprint)
         };
         let attempts: Vec<_> = attempts.into_iter().map(bucket).collect();
-        attempts.iter().for_each(|(hash, ..)| engine.prefetch_target(*hash));
+        attempts.iter().for_each(|(hash, ..)| hold.engine().prefetch_target(*hash));
         attempts
     }
 
     fn claim_hashed(
-        &self,
+        hold: &Arc<Hold>,
         hash: u64,
         id: &Identity<'_>,
         fingerprint: Fingerprint,
         translate: &mut dyn FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Result<Claim, ClaimError> {
-        let hold = self.hold();
         let engine = hold.engine();
-        let guard = engine.approach(hash);
+        let guard = hold.approach(hash);
         // While the memory comes.
         let frame = id.frame();
         let mut asked = Asked::new(fingerprint, translate);
@@ -496,15 +509,14 @@ impl Store {
     }
 
     fn observe_hashed(
-        &self,
+        hold: &Arc<Hold>,
         hash: u64,
         id: &Identity<'_>,
         fingerprint: Fingerprint,
         translate: &mut dyn FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Option<Claim> {
-        let hold = self.hold();
         let engine = hold.engine();
-        let guard = engine.approach(hash);
+        let guard = hold.approach(hash);
         let frame = id.frame();
         let mut asked = Asked::new(fingerprint, translate);
         let met = engine.observe(hold.lane(), hash, &frame, &mut asked, &guard)?;

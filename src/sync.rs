@@ -6,9 +6,9 @@
 
 pub(crate) use std::sync::{Arc, Weak, atomic::AtomicU64 as Tally};
 
-/// A full fence, after a sequentially consistent addition. Where such an addition is a full fence
-/// of the processor already, only the compiler is told.
-pub(crate) fn fence_after_seq_cst_addition() {
+/// A full fence, after a sequentially consistent change (an addition, a swap). Where such a change is
+/// a full fence of the processor already, only the compiler is told.
+pub(crate) fn fence_after_seq_cst_change() {
     if cfg!(all(target_arch = "x86_64", not(oncekey_loom))) {
         std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
     } else {

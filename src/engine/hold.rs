@@ -1,6 +1,6 @@
 //! What permits and waiters keep of their store.
 
-use crate::{lane::Lane, sync::Arc};
+use crate::{lane::Lane, reclaim::Guard, sync::Arc};
 
 use super::Engine;
 
@@ -23,5 +23,11 @@ impl Hold {
 
     pub(crate) fn lane(&self) -> &Lane {
         self.engine.lane(self.lane)
+    }
+
+    /// As [`Engine::approach`], in this lane.
+    #[inline]
+    pub(crate) fn approach(&self, hash: u64) -> Guard<'_> {
+        self.engine.approach(self.lane, hash)
     }
 }

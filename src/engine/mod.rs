@@ -48,6 +48,7 @@ use crate::{
         self, Cell, Killed, Owned, Pages, Place, Record, Slabs,
         word::{Kind, View, Word},
     },
+    stats::Often,
     sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, Tally, between_seq_cst},
     waiters::{Gift, NoSeat, Ticket, Waiters, Woken},
 };
@@ -102,6 +103,8 @@ pub(crate) struct Engine {
     domain: Domain,
     index: Index,
     slabs: Slabs,
+    /// Where memory of index and slabs comes from.
+    pub(crate) pages: Arc<Pages>,
     room: Room,
     lanes: Box<[Lane]>,
     pub(crate) waiters: Waiters,
@@ -236,7 +239,8 @@ impl Engine {
         room: Room,
         waiters: Waiters,
     ) -> Self {
-        let pages = Pages::new();
+        let alarm = Arc::default();
+        let pages = Pages::new(&alarm);
         Self {
             settings,
             origin: clock.now(),
@@ -244,11 +248,12 @@ impl Engine {
             clock,
             domain: Domain::new(lane::lanes()),
             index: Index::new(max_keys, &pages),
-            slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick, pages),
+            slabs: Slabs::new(lane::lanes(), settings.retention, settings.tick, Arc::clone(&pages)),
+            pages,
             room,
             lanes: (0..lane::lanes()).map(Lane::new).collect(),
             waiters,
-            alarm: Arc::default(),
+            alarm,
             owner: std::hash::RandomState::new().hash_one(std::process::id()),
             draining: AtomicBool::new(false),
             evicts: AtomicBool::new(false),
@@ -305,12 +310,12 @@ impl Engine {
         self.index.hash(id)
     }
 
-    /// As [`Engine::pin`], and asks for the memory that a look-up of `hash` will read first: the
-    /// earlier the better.
+    /// As [`Engine::pin`], in a lane, and asks for the memory that a look-up of `hash` will read first:
+    /// the earlier the better.
     #[inline]
-    pub(crate) fn approach(&self, hash: u64) -> Guard<'_> {
+    pub(crate) fn approach(&self, lane: usize, hash: u64) -> Guard<'_> {
         self.index.prefetch(hash);
-        self.pin()
+        self.domain.pin(lane)
     }
 
     /// How many slots a look-up of what is there looks at.
@@ -339,8 +344,7 @@ impl Engine {
         let now = self.now();
         let met = self.claim_at(lane, hash, frame, asked, now, seated, guard);
         match &met {
-            Ok(Met::Won(..)) => lane.counters.won.up(),
-            Ok(met) => Self::count(lane, met),
+            Ok(met) => Self::count(lane, met, guard),
             Err(ClaimError::Full { .. }) => lane.counters.refused_full.up(),
             Err(ClaimError::AccountFull { .. }) => lane.counters.refused_account.up(),
             Err(ClaimError::Draining) => lane.counters.refused_draining.up(),
@@ -369,16 +373,18 @@ impl Engine {
                 Meeting::Lapsed(..) | Meeting::Over(_) | Meeting::Again => return None,
             }
         };
-        Self::count(lane, &met);
+        Self::count(lane, &met, guard);
         Some(met)
     }
 
-    fn count(lane: &Lane, met: &Met) {
+    #[inline]
+    fn count(lane: &Lane, met: &Met, guard: &Guard<'_>) {
         match met {
-            Met::Won(..) | Met::Seated(_) => {}
-            Met::Replay(_) => lane.counters.replays.up(),
+            Met::Won(..) => guard.count(Often::Won),
+            Met::Replay(_) => guard.count(Often::Replayed),
+            Met::Seated(_) => {}
             Met::NotKept => lane.counters.replays_not_kept.up(),
-            Met::InFlight(..) => lane.counters.met_in_flight.up(),
+            Met::InFlight(..) => guard.count(Often::MetInFlight),
             Met::Crowded => lane.counters.refused_waiters.up(),
             Met::Mismatch => lane.counters.mismatches.up(),
             Met::Held => lane.counters.met_held.up(),

@@ -14,7 +14,7 @@ use crate::{
         Cell, Killed, Record,
         word::{Kind, View},
     },
-    stats::Stats,
+    stats::{Often, Stats},
     sync::{Arc, Ordering, between_seq_cst},
     waiters::Woken,
 };
@@ -280,6 +280,10 @@ impl Engine {
             ..Stats::default()
         };
         self.lanes.iter().for_each(|lane| lane.counters.read_into(&mut stats));
+        stats.won += self.domain.counted(Often::Won);
+        stats.completed += self.domain.counted(Often::Completed);
+        stats.replays += self.domain.counted(Often::Replayed);
+        stats.met_in_flight += self.domain.counted(Often::MetInFlight);
         stats
     }
 

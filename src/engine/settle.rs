@@ -3,6 +3,7 @@
 use crate::{
     clock::Millis,
     error::{Lost, LostCause},
+    index::YOUNG,
     lane::Lane,
     outcome::Outcome,
     reclaim::Guard,
@@ -10,6 +11,7 @@ use crate::{
         self, Cell, Cells, Finished, Killed, Owned, Place, Record,
         word::{Kind, View, Word},
     },
+    stats::Often,
     sync::{Ordering, between_seq_cst},
     waiters::{Gift, Woken},
 };
@@ -138,7 +140,11 @@ impl Engine {
         if !was_kept && answer.is_some() {
             lane.counters.not_kept_no_room.up();
         }
-        if was_kept { &lane.counters.completed } else { &lane.counters.not_kept }.up();
+        if was_kept {
+            guard.count(Often::Completed);
+        } else {
+            lane.counters.not_kept.up();
+        }
         let mut woken = self.landed(lane, word.kind());
         if word.has_waiters() {
             let outcome = answer.filter(|_| was_kept);
@@ -155,7 +161,7 @@ impl Engine {
     /// Rebuilds tables before slabs' numbers come round (invariant 5 of the index).
     fn renew_tables(&self, guard: &Guard<'_>) {
         let number = self.slabs.number();
-        if number.saturating_sub(self.renewed.load(Ordering::Relaxed)) >= 1 << 26 {
+        if number.saturating_sub(self.renewed.load(Ordering::Relaxed)) >= YOUNG {
             self.index.renew(number, &self.slabs, guard);
             self.renewed.store(number, Ordering::Relaxed);
         }

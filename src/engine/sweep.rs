@@ -9,6 +9,7 @@ use crate::{
         Cell, Cells,
         word::{Kind, View},
     },
+    stats::Often,
     sync::Ordering,
     waiters::Woken,
 };
@@ -80,16 +81,19 @@ impl Engine {
             let reaped = &mut step.reaped;
             let look = |cell: &Cell| self.judge(own, cell, now, reaped, &mut woken, &guard);
             let (next, more) = lane.cells.sweep(now, none_before, BLOCKS, &guard, look);
-            lane.look_back();
+            lane.look_back(self.domain.counted_in(lane.number, Often::Won));
             lane.free_blocks(&guard);
             sooner(next);
             step.more |= more;
         }
         let (mut keys, mut bytes) = (0, 0);
+        let has_shares = self.room.has_shares();
         let (next, more) = self.slabs.sweep(now, RECORDS, &guard, |record| {
             keys += 1;
             bytes += record.cost() as u64;
-            self.room.leave_share(own.number, Identity::from_frame(record.frame()).account());
+            if has_shares {
+                self.room.leave_share(own.number, Identity::from_frame(record.frame()).account());
+            }
         });
         sooner(next);
         step.more |= more;

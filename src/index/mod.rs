@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! hash   63 ...... | shard 4..10 | bucket: `bits` .............. | rest         |
-//!                                | 2 bits | tag: 18 bits ........|
+//!                                | 2 bits | tag: 20 bits ........|
 //! Shard  | root -> Table |
 //! Table  | buckets | next -> Table | cursor | done | overflow |
 //! Bucket | slot | slot | slot | slot | slot | slot | slot | link |    64 bytes, one line
-//! slot   63 frozen | 62..45 tag | 44 kind | 43..0 which          0 empty, 1 tombstone
-//!        kind 0: a cell, its address / 16      kind 1: a record, its `Place`
+//! slot   63 frozen | 62..43 tag | 42 kind | 41..0 which          0 empty, 1 tombstone
+//!        kind 0: a cell, its address / 64      kind 1: a record, its `Place`
 //! link   address of an overflow bucket | 2 frozen | 1 done (head of a chain only)
 //! ```
 //!
@@ -26,7 +26,7 @@
 //!    anybody (see `table.rs`). A bucket is current until its head is done; then `next` is.
 //! 4. `done` is looked at after a slot and before what it names: a reference that was current while
 //!    the caller had a guard is safe to follow.
-//! 5. A table never meets 2^27 slabs that are younger than itself: it is rebuilt before, and what is
+//! 5. A table never meets 2^25 slabs that are younger than itself: it is rebuilt before, and what is
 //!    gone is not copied. So no slot is left that names a slab by a number that has come back.
 //!
 //! A claim takes its token's number after it has seen that there is nothing, and whoever was there
@@ -52,6 +52,9 @@ use self::{
     table::{Next, Table},
 };
 
+/// With so many slabs more than when it was made a table is rebuilt (invariant 5).
+pub(crate) const YOUNG: u64 = 1 << 24;
+
 /// How an identity is looked for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum For {
@@ -74,9 +77,10 @@ pub(crate) struct Index {
 struct Shard {
     /// The address of the table in use; zero until the first claim.
     root: AtomicU64,
-    /// Where its buckets lie, and in the lowest bits [`Table::bits`]: to ask for one without a look
-    /// at the table. Perhaps that of another table, which does no harm.
-    buckets: Tally,
+    /// Where its buckets lie, and those of the table that it is moved into (zero for none), and in the
+    /// lowest bits [`Table::bits`]: to ask for one without a look at the table. Perhaps those of other
+    /// tables, which does no harm.
+    buckets: [Tally; 2],
     /// Where its tables lie.
     pages: Arc<Pages>,
 }
@@ -109,8 +113,11 @@ impl Index {
         // Shards of at most 128 Ki keys, so that no table is so large that making one is felt.
         let wanted = (max_keys >> 17).max(1).next_power_of_two().ilog2();
         let shard_bits = if cfg!(oncekey_loom) { 0 } else { wanted.clamp(4, 10) };
-        let shard =
-            || Shard { root: AtomicU64::new(0), buckets: Tally::new(0), pages: Arc::clone(pages) };
+        let shard = || Shard {
+            root: AtomicU64::new(0),
+            buckets: [Tally::new(0), Tally::new(0)],
+            pages: Arc::clone(pages),
+        };
         Self {
             hasher: ahash::RandomState::new(),
             shards: (0..1_usize << shard_bits).map(|_| shard()).collect(),
@@ -146,11 +153,16 @@ impl Index {
     /// Asks for the memory that a look-up of `hash` will read first.
     #[inline]
     pub(crate) fn prefetch(&self, hash: u64) {
-        let buckets = self.shard(hash).buckets.load(Ordering::Relaxed);
-        let bits = buckets as u32 % table::BUCKET as u32;
-        let number = top(hash << self.shard_bits, bits.max(1)) as usize;
-        let first = std::ptr::without_provenance::<u8>((buckets - u64::from(bits)) as usize);
-        prefetch(first.wrapping_byte_add(number * table::BUCKET));
+        for buckets in &self.shard(hash).buckets {
+            let buckets = buckets.load(Ordering::Relaxed);
+            if buckets == 0 {
+                return;
+            }
+            let bits = buckets as u32 % table::BUCKET as u32;
+            let number = top(hash << self.shard_bits, bits.max(1)) as usize;
+            let first = std::ptr::without_provenance::<u8>((buckets - u64::from(bits)) as usize);
+            prefetch(first.wrapping_byte_add(number * table::BUCKET));
+        }
     }
 
     /// Asks for the memory of what a look-up of `hash` will compare.
@@ -165,7 +177,7 @@ impl Index {
             if value.has(tag) {
                 match value.target() {
                     Target::Cell(bits) => {
-                        prefetch(std::ptr::without_provenance::<u8>((bits << 4) as usize))
+                        prefetch(std::ptr::without_provenance::<u8>(Cell::address(bits)))
                     }
                     Target::Record(place) => {
                         if let Some(record) = slabs.at(place, guard) {
@@ -556,11 +568,11 @@ impl Index {
     }
 
     /// Rebuilds tables that are too old to tell a slab of this `number` from one long gone
-    /// (invariant 5). Once in 2^26 slabs.
+    /// (invariant 5). Once in [`YOUNG`] slabs.
     pub(crate) fn renew(&self, number: u64, slabs: &Slabs, guard: &Guard<'_>) {
         for shard in &self.shards {
             while let Some(table) = shard.table(guard) {
-                if number - table.base.min(number) < 1 << 26 {
+                if number - table.base.min(number) < YOUNG {
                     break;
                 }
                 shard.grow(table, slabs, guard);

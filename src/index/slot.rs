@@ -18,12 +18,13 @@ pub(super) enum Target {
 }
 
 const FROZEN: u64 = 1 << 63;
-const TAG_SHIFT: u32 = 45;
-pub(super) const TAG_BITS: u32 = 18;
-const RECORD: u64 = 1 << 44;
+const TAG_SHIFT: u32 = Place::BITS + 1;
+pub(super) const TAG_BITS: u32 = 62 - Place::BITS;
+const RECORD: u64 = 1 << Place::BITS;
 const TAG: u64 = ((1 << TAG_BITS) - 1) << TAG_SHIFT;
 
-const _: () = assert!(TAG_SHIFT + TAG_BITS == 63 && RECORD == 1 << Place::BITS);
+// An address of 48 bits, of which a cell's alignment needs no six.
+const _: () = assert!(align_of::<Cell>() == 64 && Place::BITS == 48 - 6);
 const _: () = assert!(TAG & (FROZEN | RECORD | (RECORD - 1)) == 0);
 
 /// Bits of a bucket's number that every table has, so the tag need not.

@@ -131,6 +131,11 @@ impl Table {
         })
     }
 
+    /// As it stands in [`Shard::buckets`].
+    fn name(&self) -> u64 {
+        self.buckets.as_ptr().addr() as u64 | u64::from(self.bits)
+    }
+
     pub(super) fn number(&self, path: u64) -> usize {
         top(path, self.bits) as usize
     }
@@ -222,8 +227,9 @@ impl Shard {
     }
 
     fn name_buckets(&self, table: &Table) {
-        let first = table.buckets.as_ptr().addr() as u64;
-        self.buckets.store(first | u64::from(table.bits), Ordering::Relaxed);
+        let [buckets, next] = &self.buckets;
+        buckets.store(table.name(), Ordering::Relaxed);
+        next.store(0, Ordering::Relaxed);
     }
 
     /// Puts a new table beside `table`, of a size that fits what lives, unless there is one or
@@ -245,12 +251,17 @@ impl Shard {
         } else {
             table.bits
         };
-        let new = Box::into_raw(Table::new(bits, slabs.number(), &self.pages));
+        let new = Table::new(bits, slabs.number(), &self.pages);
+        let name = new.name();
+        let new = Box::into_raw(new);
         let address = new.expose_provenance() as u64;
         // AcqRel: publishes the table. Relaxed: another one is not looked at here.
         if table.next.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             // SAFETY: nobody has seen it.
             drop(unsafe { Box::from_raw(new) });
+        } else {
+            let [_, next] = &self.buckets;
+            next.store(name, Ordering::Relaxed);
         }
     }
 

@@ -35,7 +35,10 @@ use crate::{
     sync::{AtomicU64, Ordering, Tally, UnsafeCell},
 };
 
-use super::word::{Kind, Word};
+use super::{
+    prefetch,
+    word::{Kind, Word},
+};
 
 /// Cells of a block.
 const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 32 };
@@ -158,7 +161,7 @@ impl Cell {
 
     /// Names the cell in a slot and in the waiters' lists.
     pub(crate) fn bits(&self) -> u64 {
-        (std::ptr::from_ref(self).expose_provenance() >> 4) as u64
+        (std::ptr::from_ref(self).expose_provenance() / align_of::<Self>()) as u64
     }
 
     /// The cell that [`Cell::bits`] names.
@@ -169,14 +172,19 @@ impl Cell {
     /// waiters' list has a waiter and is locked.
     pub(crate) unsafe fn from_bits<'g>(bits: u64, _guard: &'g Guard<'_>) -> &'g Self {
         // SAFETY: a cell that was not retired while the guard is there stays what it is.
-        unsafe { &*std::ptr::with_exposed_provenance((bits as usize) << 4) }
+        unsafe { &*std::ptr::with_exposed_provenance(Self::address(bits)) }
     }
 
     /// A cell whose waiters' list has a waiter and is locked by the caller: who moves it on empties
     /// the list before it lets go of the cell.
     pub(crate) fn waited_for<T>(bits: u64, _locked: &T) -> &Cell {
         // SAFETY: see above.
-        unsafe { &*std::ptr::with_exposed_provenance((bits as usize) << 4) }
+        unsafe { &*std::ptr::with_exposed_provenance(Self::address(bits)) }
+    }
+
+    /// Where the cell lies that [`Cell::bits`] names.
+    pub(crate) fn address(bits: u64) -> usize {
+        bits as usize * align_of::<Self>()
     }
 
     /// Block and number.
@@ -223,6 +231,8 @@ struct Block {
     due: AtomicU64,
     /// Cells that are ghosts.
     ghosts: Tally,
+    /// A set bit is a cell whose identity is on the heap. Written by who has the cell.
+    long: Tally,
     cells: [Cell; CELLS],
 }
 
@@ -253,6 +263,7 @@ impl Block {
             waiting: AtomicU64::new(0),
             due: AtomicU64::new(due.0),
             ghosts: Tally::new(0),
+            long: Tally::new(0),
             cells: std::array::from_fn(|number| Cell::blank(number as u8)),
         });
         super::assert_fits_a_slot(block.cells.as_ptr().addr());
@@ -269,6 +280,13 @@ impl Block {
             }
             let bit = free & free.wrapping_neg();
             if self.free.fetch_and(!bit, Ordering::Acquire) & bit != 0 {
+                // The next one has not been looked at for a while.
+                if let Some(next) = self.cells.get((free & !bit).trailing_zeros() as usize) {
+                    let next = std::ptr::from_ref(next);
+                    (0..size_of::<Cell>())
+                        .step_by(64)
+                        .for_each(|at| prefetch(next.wrapping_byte_add(at)));
+                }
                 return self.cells.get(bit.trailing_zeros() as usize);
             }
         }
@@ -307,12 +325,16 @@ impl Block {
         let none = Waiting { cells: 0, mark }.bits();
         let taken = self.waiting.compare_exchange(bits, none, Ordering::AcqRel, Ordering::Relaxed);
         if taken.is_ok() {
-            for cell in self.cells.iter().filter(|cell| cells >> cell.number & 1 != 0) {
-                // The sweep looks at cells that are taken and not yet filled: a word of the last
-                // claim must not be taken for the next one's.
-                cell.state.store(Word::BLANK.bits(), Ordering::Relaxed);
-                // SAFETY: retired long ago and not yet free: nobody else looks at it (invariant 1).
-                cell.body.with_mut(|body| unsafe { (*body).frame = Frame::NONE });
+            // Nothing else of the cells is touched: most were not looked at for long. Their words are
+            // final ones of claims that are over, of which a sweep that meets a cell that is taken and
+            // not yet filled makes nothing.
+            let long = cells & self.long.load(Ordering::Relaxed);
+            if long != 0 {
+                self.long.fetch_and(!long, Ordering::Relaxed);
+                for cell in self.cells.iter().filter(|cell| long >> cell.number & 1 != 0) {
+                    // SAFETY: retired long ago and not yet free: nobody else looks at it (invariant 1).
+                    cell.body.with_mut(|body| unsafe { (*body).frame = Frame::NONE });
+                }
             }
             self.free.fetch_or(cells, Ordering::Release);
         }
@@ -404,6 +426,10 @@ impl Cells {
         guard: &Guard<'_>,
     ) -> Owned {
         let cell = self.take(due, guard);
+        if frame.is_long() {
+            // SAFETY: a taken cell keeps its block.
+            unsafe { &*cell.block() }.long.fetch_or(1 << cell.number, Ordering::Relaxed);
+        }
         // SAFETY: the cell was free and is taken by this thread (invariant 1).
         cell.body.with_mut(|body| unsafe {
             (*body).hash = hash;
@@ -508,7 +534,7 @@ impl Cells {
     /// The state of the cell that `bits` names, if it is one of this lane's and still that of the
     /// claim with this token.
     pub(crate) fn word_of(&self, bits: u64, token: u64, guard: &Guard<'_>) -> Option<Word> {
-        let address = (bits as usize) << 4;
+        let address = Cell::address(bits);
         let (_, block) = self.blocks(guard).find(|(_, block)| {
             let cells = block.cells.as_ptr_range();
             (cells.start.addr()..cells.end.addr()).contains(&address)

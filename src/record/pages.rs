@@ -12,13 +12,20 @@
 //! Ground rules: everything comes from the program's own allocator, chunks too, so that whoever
 //! counts there sees all. A store of less than [`SMALL`] takes no chunk: each block is an allocation.
 //! All that is handed out is zero.
+//!
+//! A new chunk is touched before anybody uses it, for which the system may take milliseconds. So the
+//! sweep's thread keeps a few ready, and is told when one of them was taken. Who comes too fast for it
+//! touches his own.
 
 use std::{
     alloc::Layout,
     collections::{BTreeMap, BTreeSet},
 };
 
-use crate::sync::{Arc, Mutex};
+use crate::{
+    expire::Alarm,
+    sync::{Arc, Mutex},
+};
 
 /// A large page of x86-64 and of most others.
 const CHUNK: usize = 2 << 20;
@@ -32,12 +39,20 @@ const ORDERS: usize = (CHUNK / SMALLEST).ilog2() as usize + 1;
 /// With so much handed out, a chunk more is little.
 const SMALL: usize = if cfg!(test) { 64 << 10 } else { 16 << 20 };
 
+/// So many chunks are ready at most, and one in [`READY_OF`] of all, and one.
+const READY: usize = 8;
+const READY_OF: usize = 32;
+
 /// Blocks are aligned to a line of the cache.
 const LINE: usize = 64;
 
 /// A store's memory for slabs and tables.
 #[derive(Debug, Default)]
-pub(crate) struct Pages(Mutex<Free>);
+pub(crate) struct Pages {
+    free: Mutex<Free>,
+    /// Of the sweep, which makes chunks ready.
+    alarm: Arc<Alarm>,
+}
 
 #[derive(Debug, Default)]
 struct Free {
@@ -62,15 +77,28 @@ fn layout(len: usize) -> Layout {
 }
 
 impl Pages {
-    pub(crate) fn new() -> Arc<Self> {
-        Arc::default()
+    pub(crate) fn new(alarm: &Arc<Alarm>) -> Arc<Self> {
+        Arc::new(Self { free: Mutex::default(), alarm: Arc::clone(alarm) })
+    }
+
+    /// Makes a chunk ready, if there are too few; true if there still are.
+    pub(crate) fn prepare(&self) -> bool {
+        if !self.free.lock().is_short() {
+            return false;
+        }
+        let chunk = chunk();
+        let mut free = self.free.lock();
+        free.chunks.insert(chunk);
+        free.blocks[ORDERS - 1].insert(chunk, true);
+        free.is_short()
     }
 
     /// Zeroed memory of `len` bytes, aligned to a line of the cache.
     pub(crate) fn take(&self, len: usize) -> u64 {
         let Some(order) = order(len) else { return alone(len) };
-        let mut free = self.0.lock();
+        let mut free = self.free.lock();
         free.out += len;
+        let ready = free.ready();
         let (address, is_clean) = match free.take(order) {
             Some(block) => block,
             None if free.out < SMALL => {
@@ -81,13 +109,18 @@ impl Pages {
                 // Others need not wait until it is zero.
                 drop(free);
                 let chunk = chunk();
-                free = self.0.lock();
+                free = self.free.lock();
                 free.chunks.insert(chunk);
                 free.split(chunk, ORDERS - 1, order, true);
                 (chunk, true)
             }
         };
+        let is_one_less = free.ready() < ready || ready == 0;
+        let rings = is_one_less && free.is_short();
         drop(free);
+        if rings {
+            self.alarm.ask_for_memory();
+        }
         if !is_clean {
             // SAFETY: a free block of this length, which nobody else knows of now.
             unsafe { std::ptr::with_exposed_provenance_mut::<u8>(address).write_bytes(0, len) }
@@ -101,14 +134,14 @@ impl Pages {
     pub(crate) unsafe fn give_back(&self, address: u64, len: usize) {
         let address = address as usize;
         if let Some(order) = order(len) {
-            let mut free = self.0.lock();
+            let mut free = self.free.lock();
             free.out -= len;
             if free.chunks.contains(&(address & !(CHUNK - 1))) {
                 free.put(address, order);
                 while let Some(chunk) = free.spare_chunk() {
                     drop(free);
                     release(chunk, CHUNK);
-                    free = self.0.lock();
+                    free = self.free.lock();
                 }
                 return;
             }
@@ -118,6 +151,20 @@ impl Pages {
 }
 
 impl Free {
+    /// Chunks of which nothing is in use.
+    fn ready(&self) -> usize {
+        self.blocks[ORDERS - 1].len()
+    }
+
+    /// How many of them there should be.
+    fn wanted(&self) -> usize {
+        if self.out < SMALL { 0 } else { (self.chunks.len() / READY_OF + 1).min(READY) }
+    }
+
+    fn is_short(&self) -> bool {
+        self.ready() < self.wanted()
+    }
+
     /// A free block, and whether it is zero. The smallest that is large enough is cut.
     fn take(&mut self, order: usize) -> Option<(usize, bool)> {
         let from = (order..ORDERS).find(|&from| !self.blocks[from].is_empty())?;
@@ -149,7 +196,7 @@ impl Free {
     /// A free chunk that is to go: one in eight may stay for the next. Tables that are rebuilt at
     /// about the same time need as many.
     fn spare_chunk(&mut self) -> Option<usize> {
-        if self.blocks[ORDERS - 1].len() <= self.chunks.len() / 8 {
+        if self.ready() <= self.wanted().max(self.chunks.len() / 8) {
             return None;
         }
         let (chunk, _) = self.blocks[ORDERS - 1].pop_first()?;
@@ -271,15 +318,33 @@ mod tests {
                     prop_assert!(!blocks.iter().any(meets));
                     blocks.push(block);
                 }
-                let free = pages.0.lock();
+                let free = pages.free.lock();
                 for (order, of_size) in free.blocks.iter().enumerate().take(ORDERS - 1) {
                     let twin = |address: &usize| address ^ (SMALLEST << order);
                     prop_assert!(!of_size.keys().any(|block| of_size.contains_key(&twin(block))));
                 }
             }
             blocks.drain(..).for_each(|block| give_back(&pages, block));
-            let free = pages.0.lock();
+            let free = pages.free.lock();
             prop_assert_eq!((free.out, free.chunks.len()), (0, 0));
         }
+    }
+
+    #[test]
+    fn a_chunk_is_ready_before_it_is_needed_and_no_longer_than_that() {
+        let pages = Pages::default();
+        let chunks = || pages.free.lock().chunks.len();
+        while pages.prepare() {}
+        assert_eq!(chunks(), 0, "nothing is kept ready for a small store");
+        let take = || Block { address: pages.take(CHUNK), len: CHUNK };
+        let first = take();
+        assert_eq!(chunks(), 1);
+        while pages.prepare() {}
+        assert_eq!(chunks(), 2);
+        let second = take();
+        assert_eq!(chunks(), 2, "the one that was ready");
+        while pages.prepare() {}
+        [first, second].into_iter().for_each(|block| give_back(&pages, block));
+        assert_eq!(chunks(), 0);
     }
 }

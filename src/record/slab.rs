@@ -1,8 +1,8 @@
 //! Where completed records lie: slabs, filled from front to back, in the order of completion.
 //!
 //! ```text
-//! directory[number % 2^16]   | address of the slab / 16 (44) | generation (12) |
-//! place                      | number % 2^16 (16) | generation (12) | offset / 16 (16) |
+//! directory[number % 2^16]   | address of the slab / 16 (44) | generation (10) |
+//! place                      | number % 2^16 (16) | generation (10) | offset / 16 (16) |
 //!
 //! Slab   | word | number | cap | .. | record | record | record |      free      |
 //!                                   ^ reaped up to here        ^ cursor
@@ -25,7 +25,7 @@
 //!    lowered by who made it dead. Nobody adds to a closed slab. A closed slab without records is
 //!    taken out of the directory by one compare-and-swap: that thread gives the memory back.
 //! 3. A place is dead if the directory has another generation. Numbers go up; a number comes back
-//!    after 2^28, and by then no slot has an old place of it (see `index`).
+//!    after 2^26, and by then no slot has an old place of it (see `index`).
 //! 4. All slabs of a lane stand in its queue in the order of opening, until they were reaped. So
 //!    records stand there in the order of their ends, but for copies, which end earlier than what
 //!    stands around them: `copies` of a slab is no later than the end of any live one in it, and
@@ -48,7 +48,7 @@ use crate::{
 
 use super::{Pages, prefetch};
 
-const GENERATION_BITS: u32 = 12;
+const GENERATION_BITS: u32 = 10;
 const GENERATION: u64 = (1 << GENERATION_BITS) - 1;
 
 /// Entries of the directory: then numbers come round to the first one, a generation later.
@@ -82,12 +82,12 @@ const CHUNKS: usize = if cfg!(oncekey_loom) { 1 } else { 256 };
 pub(crate) struct Place(u64);
 
 impl Place {
-    pub(crate) const BITS: u32 = 44;
+    pub(crate) const BITS: u32 = 32 + GENERATION_BITS;
 
     fn new(number: u64, offset: u64) -> Self {
         let index = number % NUMBERS;
         let generation = (number / NUMBERS) & GENERATION;
-        Self(index << 28 | generation << 16 | offset)
+        Self(index << (16 + GENERATION_BITS) | generation << 16 | offset)
     }
 
     pub(crate) fn from_bits(bits: u64) -> Self {
@@ -99,7 +99,7 @@ impl Place {
     }
 
     fn index(self) -> usize {
-        (self.0 >> 28) as usize
+        (self.0 >> (16 + GENERATION_BITS)) as usize
     }
 
     fn generation(self) -> u64 {
@@ -605,8 +605,12 @@ impl Slabs {
             if let Some(outcome) = small {
                 head = outcome.head().len() as u16;
                 len = outcome.bytes().len() as u16;
-                append(outcome.head());
-                append(outcome.bytes());
+                // Most have no header lines, many no body: a call less.
+                for part in [outcome.head(), outcome.bytes()] {
+                    if !part.is_empty() {
+                        append(part);
+                    }
+                }
             } else if let Some(outcome) = finished.outcome {
                 let at = finished.frame.len().next_multiple_of(align_of::<Outcome>());
                 // SAFETY: as above; the tail of a record is aligned to as much.
