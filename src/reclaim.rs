@@ -33,7 +33,8 @@
 //! everything back in one call, and a sleeper delays nobody but its own store. The cost is about
 //! the same: a swap and a store in the lane's own lines.
 
-// Room 1 of 3 with unsafe code: it only passes on what its callers promise.
+// Room 1 of 3 with unsafe code: it passes on what its callers promise, and has rows of seats that
+// threads put up beside each other.
 #![allow(unsafe_code)]
 
 #[cfg(any(not(oncekey_loom), oncekey_reclaim))]

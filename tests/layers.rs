@@ -15,10 +15,11 @@ use std::{
 /// other, but for the last one.
 const FLOORS: &[&[&str]] = &[
     &["sync"],
-    &["clock", "header", "fingerprint", "outcome", "stats", "reclaim"],
-    &["identity", "error"],
+    &["stats"],
+    &["clock", "header", "fingerprint", "outcome", "reclaim"],
+    &["identity", "error", "expire"],
     &["record", "intent"],
-    &["waiters", "index", "expire"],
+    &["waiters", "index"],
     &["capacity", "lane"],
     &["engine"],
     &["permit"],
