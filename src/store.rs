@@ -398,7 +398,7 @@ impl Store {
         let hold = self.hold();
         let engine = hold.engine();
         let hash = engine.hash(id);
-        let guard = engine.approach(hash);
+        let guard = hold.approach(hash);
         // While the memory comes.
         let frame = id.frame();
         let mut asked = Asked::new(fingerprint, &mut translate);
