@@ -321,10 +321,11 @@ where
         config: Arc::clone(&asked.config),
         watch: asked.watch.clone(),
     };
-    // For duplicates, which come while it waits.
+    // For duplicates, which may come as soon as the handler runs: before it has to wait.
     let bytes = asked.policy.fingerprint.covers_bytes().then(|| work.received.bytes.faint());
     let bodies = &asked.config.caps.bodies;
-    let list = move || bytes.map(|bytes| bodies.list(*fingerprint.digest(), bytes));
+    let listed = bytes.map(|bytes| bodies.list(*fingerprint.digest(), bytes));
+    let list = move || listed;
     let (policy, config) = (Arc::clone(&asked.policy), Arc::clone(&asked.config));
     let (watch, caller) = (asked.watch.clone(), Arc::clone(&asked.caller));
     let mut work = work;
