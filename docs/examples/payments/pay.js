@@ -31,12 +31,13 @@ async function ask(key, body) {
     signal: AbortSignal.timeout(20_000),
   });
   const text = await response.text();
-  JSON.parse(text); // Chromium takes a head that was cut off for a whole one: then there is no JSON
-  return { status: response.status, text };
+  if (response.ok) JSON.parse(text); // Chromium takes a head that was cut off for a whole one: no JSON
+  return { status: response.status, text, replayed: response.headers.has("Idempotent-Replayed") };
 }
 
 /** Whether the same request may get another answer. */
-function isPassing({ status, text }) {
+function isPassing({ status, text, replayed }) {
+  if (replayed) return false; // kept: it will be the same as long as the key lives
   if (status === 409) return /"type":"[^"]*#in-flight"/.test(text);
   return [408, 425, 429, 500, 502, 503, 504].includes(status);
 }

@@ -241,7 +241,7 @@ impl Model {
                 if is_for_all {
                     for waiter in std::mem::take(waiting) {
                         self.open.remove(&waiter);
-                        self.told.push((waiter, Told::Answer(status, body.clone(), false, true)));
+                        self.told.push((waiter, Told::Answer(status, body.clone(), false, false)));
                     }
                 } else if let Some(heir) = waiting.pop_front() {
                     self.claims(heir);
