@@ -201,13 +201,14 @@ impl Job {
         let retention = through.settings.retention;
         let completion = Completion { id, token: self.token(), outcome: Some(&outcome), retention };
         // Before the step: it may be done though this future was dropped.
-        *self.shared.staged.lock() = Some(Staged { outcome: outcome.clone(), since });
+        let earlier = self.shared.staged.lock().replace(Staged { outcome: outcome.clone(), since });
         let failed = match transaction.complete(completion).await {
             Ok(Landed::Done) => return Ok(()),
             Ok(Landed::Lost(_)) => JobError::Lost,
             Err(error) => JobError::Tier(error),
         };
-        *self.shared.staged.lock() = None;
+        // An earlier transaction may have been committed all the same.
+        *self.shared.staged.lock() = earlier;
         Err(failed)
     }
 

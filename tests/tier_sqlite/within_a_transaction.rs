@@ -36,6 +36,32 @@ async fn t6_a_commit_makes_the_row_and_the_outcome_appear() {
     assert_eq!(state(&tier, "k").await, Some(State::Completed(outcome("a"))));
 }
 
+/// Whoever runs his transaction again, because the answer to its commit was lost, must not have its rows twice.
+#[tokio::test]
+async fn t6_a_second_transaction_of_what_was_committed_is_lost() {
+    let _watchdog = watchdog();
+    let place = Place::new();
+    let (tier, pool) = with_ledger(&place).await;
+    won(&tier, "k", 1).await;
+    for is_second in [false, true] {
+        let mut tx = pool.begin_with("BEGIN IMMEDIATE").await.unwrap();
+        sqlx::query(ROW).execute(&mut *tx).await.unwrap();
+        let landed = tier.complete_in(&mut tx, id("k"), token(1), Some(&outcome("a")), DAY).await;
+        match landed.unwrap() {
+            Landed::Done => {
+                assert!(!is_second);
+                tx.commit().await.unwrap();
+            }
+            Landed::Lost(found) => {
+                assert!(is_second);
+                assert_eq!(found.unwrap().token, token(1));
+                tx.rollback().await.unwrap();
+            }
+        }
+    }
+    assert_eq!(rows(&pool).await, 1);
+}
+
 #[tokio::test]
 async fn t6_a_rollback_leaves_neither() {
     let _watchdog = watchdog();

@@ -323,7 +323,7 @@ DECLARE
     found_waited bytea;
 BEGIN
     -- As a rule it is there, it is free, and nobody waits for it.
-    IF verb = 'complete' THEN
+    IF verb IN ('complete', 'complete in') THEN
         UPDATE oncekey.idempotency_keys r SET
             state = CASE WHEN with_status IS NULL THEN 3 ELSE 2 END,
             status = with_status, headers = with_headers, body = with_body,
@@ -350,7 +350,7 @@ BEGIN
     FOR UPDATE;
     started := clock_timestamp();
     IF found_end > started AND found_state IN (0, 1) THEN
-        IF verb = 'complete' THEN
+        IF verb IN ('complete', 'complete in') THEN
             UPDATE oncekey.idempotency_keys r SET
                 state = CASE WHEN with_status IS NULL THEN 3 ELSE 2 END,
                 status = with_status, headers = with_headers, body = with_body,
@@ -377,7 +377,8 @@ BEGIN
         END IF;
         RETURN as_asked;
     END IF;
-    -- A completion whose answer was lost.
+    -- A completion whose answer was lost. Not one in another transaction of the caller's: what that
+    -- one holds beside it would be there twice.
     IF verb = 'complete' AND found_end > started AND found_state IN (2, 3) THEN
         RETURN as_asked;
     END IF;
@@ -398,7 +399,7 @@ CREATE FUNCTION oncekey.idempotency_act_in(
 SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
 BEGIN
     RETURN oncekey.idempotency_act(
-        verb, a, e, k, by_owner, by_number, with_status, with_headers, with_body, retention_ms,
+        CASE verb WHEN 'complete' THEN 'complete in' ELSE verb END, a, e, k, by_owner, by_number, with_status, with_headers, with_body, retention_ms,
         lock_ms
     );
 END

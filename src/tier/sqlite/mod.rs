@@ -287,6 +287,11 @@ impl SqliteTier {
             ));
         }
         let mut at = At { sql: transaction, ground: &self.shared.ground };
+        // Committed already, in a transaction whose answer was lost: what this one holds beside the
+        // outcome would be there twice.
+        if let Some(found) = at.completed_by(&id.into(), token).await? {
+            return Ok(Landed::Lost(Some(found)));
+        }
         let how = How::Complete(outcome.cloned(), retention);
         Ok(at.finish(&id.into(), token, &how).await?)
     }

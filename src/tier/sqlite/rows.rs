@@ -162,6 +162,16 @@ impl At<'_> {
         })
     }
 
+    /// What this token has completed already.
+    pub(super) async fn completed_by(
+        &mut self,
+        id: &Name,
+        token: Token,
+    ) -> Result<Option<Found>, Fault> {
+        let record = self.living(id).await?.filter(|record| record.was_completed_by(token));
+        record.map(|record| self.found(&record)).transpose()
+    }
+
     pub(super) async fn look_up(&mut self, id: &Name) -> Result<Option<Found>, Fault> {
         let record = self.living(id).await?;
         record.map(|record| self.found(&record)).transpose()
