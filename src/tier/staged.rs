@@ -17,7 +17,9 @@ use crate::{Completed, Identity, Outcome, Token};
 /// A transaction of the database that a tier keeps its records in: the connection it runs on.
 pub trait Transaction: Send {
     /// Completes the record inside the transaction, if the token is not stale: as
-    /// [`Tier::complete`](super::Tier::complete), but for being undone by a rollback.
+    /// [`Tier::complete`](super::Tier::complete), but for being undone by a rollback; and not to be
+    /// repeated: what this token has completed already is [`Landed::Lost`], because whatever else
+    /// stands in this transaction would be there twice.
     fn complete<'a>(&'a mut self, completion: Completion<'a>) -> Answer<'a, Landed>;
 }
 
