@@ -151,7 +151,7 @@ impl StoreBuilder {
     /// (R25). Beyond it new identities are refused before they run.
     ///
     /// Default 512 MiB: a million records of 500 bytes. Needed: rate x retention x bytes, where a
-    /// record costs 240 bytes beside outcome and identity, an eighth more of that, and [`outcome_reserve`] more while it is
+    /// record costs 232 bytes beside outcome and identity, an eighth more of that, and [`outcome_reserve`] more while it is
     /// in flight. At most 48 GiB, more are clamped.
     ///
     /// [`outcome_reserve`]: Self::outcome_reserve

@@ -13,6 +13,10 @@
 //! 3. A cell is retired once, by the thread that its word appoints, after the index lets go of it.
 //! 4. A record that seems over may have been moved: its new place is in the index before the old one
 //!    is dead. It is over for who finds the same again after he has seen it so.
+//! 5. A takeover is one step: the word of the lapsed claim names the one that takes its place, as it
+//!    names the record of a completed one. Whoever meets that word puts the successor into the slot
+//!    before he looks at it, so no claim is taken over while a slot names it by another, and none is
+//!    retired: its permit is given out when it stands in the slot.
 //!
 //! This file claims; `settle.rs` ends claims; `operate.rs` serves operators; `sweep.rs` reaps.
 
@@ -370,7 +374,8 @@ impl Engine {
                 Meeting::InFlight(cell) => break Met::InFlight(Running::of(cell)),
                 // Invariant 4.
                 Meeting::Over(_) if !what.is_same(&before) => before = what,
-                Meeting::Lapsed(..) | Meeting::Over(_) | Meeting::Again => return None,
+                Meeting::Lapsed(..) | Meeting::Over(_) => return None,
+                Meeting::Again => {}
             }
         };
         Self::count(lane, &met, guard);
@@ -412,6 +417,7 @@ impl Engine {
             is_let_in: false,
             has_room: false,
             owned: None,
+            stands: false,
         };
         let mut fresh: Option<Fresh<'_>> = None;
         let mut before = What::Absent;
@@ -431,7 +437,9 @@ impl Engine {
                     let fresh = fresh.get_or_insert_with(new);
                     // First: a claim that is refused must not have ended the old one.
                     fresh.enter(now, true)?;
-                    self.take_over(fresh, cell, word, now);
+                    if let Some(won) = self.take_over(fresh, hash, asked.own, (cell, word), now) {
+                        return Ok(won);
+                    }
                 }
                 Meeting::Over(over) => {
                     let fresh = fresh.get_or_insert_with(new);
@@ -552,7 +560,13 @@ impl Engine {
                         None => Meeting::Over(None),
                     };
                 }
-                View::Gone if word.kind() == Kind::Ended => return Meeting::Over(None),
+                View::Gone if word.kind() == Kind::Ended => {
+                    return if self.pass_on(cell, guard) {
+                        Meeting::Again
+                    } else {
+                        Meeting::Over(None)
+                    };
+                }
                 View::Gone => {
                     // A held claim may still be settled by its owner: only a CAS ends it.
                     if self.end(lane, cell, word, guard).is_some() {
@@ -627,22 +641,42 @@ impl Engine {
         word.is_attended() || self.settings.on_lapse == Lapse::Hold
     }
 
-    /// Ends a lapsed claim, the very one that was seen (R10): a renewal or a completion in
-    /// between wins, and the caller looks again. The slot is left to who takes the place.
-    fn take_over(&self, fresh: &mut Fresh<'_>, cell: &Cell, word: Word, now: Millis) {
-        let lane = fresh.lane;
-        let ended = Word::new(Kind::Ended, now).with_out(word.is_out());
-        if cell.swap(word, ended).is_ok() {
-            if fresh.has_room {
-                self.leave(lane, cell);
-            }
-            // The identity is the same, and so is the room.
-            fresh.has_room = true;
-            let mut woken = self.landed(lane, Kind::InFlight);
-            lane.counters.lapsed.up();
-            lane.counters.taken_over.up();
-            woken.join(self.wake(cell, word, || Gift::LookAgain));
+    /// Takes a lapsed claim over, the very one that was seen (R10): a renewal or a completion in
+    /// between wins, and the caller looks again.
+    fn take_over(
+        &self,
+        fresh: &mut Fresh<'_>,
+        hash: u64,
+        fingerprint: Fingerprint,
+        (cell, word): (&Cell, Word),
+        now: Millis,
+    ) -> Option<Met> {
+        let (lane, guard) = (fresh.lane, fresh.guard);
+        let (next, token) = fresh.name(hash, fingerprint, now);
+        // Invariant 5.
+        cell.swap(word, Word::taken_over(next.bits()).with_out(word.is_out())).ok()?;
+        self.index.pass_on(cell, next.bits(), &self.slabs, guard);
+        fresh.stands = true;
+        if fresh.has_room {
+            self.leave(lane, cell);
         }
+        // The identity is the same, and so is the room.
+        fresh.has_room = true;
+        let mut woken = self.landed(lane, Kind::InFlight);
+        lane.counters.lapsed.up();
+        lane.counters.taken_over.up();
+        woken.join(self.wake(cell, word, || Gift::LookAgain));
+        // A waker that panics gives the claim up.
+        drop(woken);
+        fresh.won(token)
+    }
+
+    /// Puts the successor of a claim that was taken over into its slot, which who took it over may
+    /// not have done yet. False if the claim has none.
+    fn pass_on(&self, cell: &Cell, guard: &Guard<'_>) -> bool {
+        let Some(next) = cell.word().successor() else { return false };
+        self.index.pass_on(cell, next, &self.slabs, guard);
+        true
     }
 
     /// Wakes those who wait for a cell that the caller has moved on from `word`: when the answer is
@@ -671,8 +705,10 @@ struct Fresh<'a> {
     is_let_in: bool,
     /// Whether room was taken for it.
     has_room: bool,
-    /// Its cell, which is counted and has room: the sweep may meet it and end it.
+    /// Its cell, which is counted: the sweep may meet it and end it.
     owned: Option<Owned>,
+    /// Whether its cell is in the index.
+    stands: bool,
 }
 
 impl Fresh<'_> {
@@ -704,15 +740,9 @@ impl Fresh<'_> {
         Ok(())
     }
 
-    /// Puts the claim where `seen` was, with a token that is newer than that of whoever was there.
+    /// The claim's cell, with a token that is newer than that of whoever was there.
     #[inline]
-    fn put(
-        &mut self,
-        hash: u64,
-        fingerprint: Fingerprint,
-        seen: &Seen<'_>,
-        now: Millis,
-    ) -> Option<Met> {
+    fn name(&mut self, hash: u64, fingerprint: Fingerprint, now: Millis) -> (&Cell, u64) {
         let engine = self.engine;
         let owned = self.owned.get_or_insert_with(|| {
             let deadline = now.plus(engine.settings.lease);
@@ -722,22 +752,50 @@ impl Fresh<'_> {
         });
         let token = engine.index.next_token();
         owned.cell().name_owner(token, now);
-        if !engine.index.put(seen, owned.cell(), &engine.slabs, self.guard) {
+        (owned.cell(), token)
+    }
+
+    /// Puts the claim where `seen` was.
+    #[inline]
+    fn put(
+        &mut self,
+        hash: u64,
+        fingerprint: Fingerprint,
+        seen: &Seen<'_>,
+        now: Millis,
+    ) -> Option<Met> {
+        let (engine, guard) = (self.engine, self.guard);
+        let (cell, token) = self.name(hash, fingerprint, now);
+        if !engine.index.put(seen, cell, &engine.slabs, guard) {
             return None;
         }
         if let What::Cell(old) = seen.what
             && old.word().is_ghost()
         {
-            record::Cells::retire(old, self.guard);
+            record::Cells::retire(old, guard);
         }
+        self.won(token)
+    }
+
+    /// The claim stands in the index: what was taken for it goes with its permit.
+    #[inline]
+    fn won(&mut self, token: u64) -> Option<Met> {
         self.counted = false;
         self.has_room = false;
+        self.stands = false;
         self.owned.take().map(|owned| Met::Won(owned, token))
     }
 }
 
 impl Drop for Fresh<'_> {
     fn drop(&mut self) {
+        if let Some(owned) = &self.owned
+            && self.stands
+        {
+            // Nothing has run: the next caller may.
+            let _ = self.engine.release(self.lane, owned, None);
+            return;
+        }
         if let Some(owned) = &self.owned {
             let cell = owned.cell();
             let mut word = cell.word();
@@ -746,6 +804,12 @@ impl Drop for Fresh<'_> {
             }
             // The sweep may have judged it, if this thread slept for a lease.
             self.counted &= word.kind() == Kind::InFlight;
+            if word.kind() == Kind::Ended && !self.has_room {
+                // It has given back room that this claim did not have yet.
+                let account = Identity::from_frame(self.frame).account();
+                let bytes = self.engine.room_of(self.frame);
+                let _ = self.engine.room.enter(self.lane.number, account, bytes);
+            }
             self.has_room &= word.kind() != Kind::Ended;
             // No slot has ever named it.
             record::Cells::retire(cell, self.guard);

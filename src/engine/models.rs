@@ -55,8 +55,16 @@ impl World {
     }
 
     fn met(&self, key: &str, seated: bool) -> Met {
+        self.met_by(fingerprint(), key, seated)
+    }
+
+    /// A claim with another body than all others.
+    fn claim_otherwise(&self, key: &str) -> Met {
+        self.met_by(Fingerprint::from_parts(Scheme::REQUEST_1, [8; 32]), key, false)
+    }
+
+    fn met_by(&self, own: Fingerprint, key: &str, seated: bool) -> Met {
         let frame = frame(key);
-        let own = fingerprint();
         let mut translate = |_| None;
         let mut asked = Asked::new(own, &mut translate);
         let engine = &self.engine;
@@ -702,6 +710,94 @@ fn loom_two_takeovers_and_a_completion() {
         ],
         |_, dids| assert_eq!(usize::from(dids[0].was()) + winners(dids), 1),
     );
+}
+
+#[test]
+fn loom_takeover_against_another_body() {
+    // At no moment does nothing stand there, which another body could find.
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        lapsed,
+        [
+            |it, owned| Did::Was(it.complete(&owned[0], "late")),
+            |it, _| Did::Met(it.claim("a")),
+            |it, _| Did::Met(it.claim_otherwise("a")),
+        ],
+        |world, dids| {
+            assert!(matches!(dids[2], Did::Met(Met::Mismatch)), "another body was let in");
+            assert_eq!(usize::from(dids[0].was()) + winners(dids), 1);
+            assert_eq!(world.engine.room.used().0, 1);
+        },
+    );
+}
+
+#[test]
+fn loom_takeover_against_another_body_and_a_helper() {
+    // As above, where the bucket moves meanwhile.
+    ring(
+        1,
+        Lapse::TakeOver,
+        lapsed_in_a_moving_bucket,
+        [help, |it, _| Did::Met(it.claim("a")), |it, _| Did::Met(it.claim_otherwise("a"))],
+        |world, dids| {
+            assert!(matches!(dids[2], Did::Met(Met::Mismatch)), "another body was let in");
+            took_over(world, dids);
+        },
+    );
+}
+
+#[test]
+fn loom_takeover_of_a_takeover() {
+    // The second may come before the first stands in the slot; the first may be done by then.
+    ring(
+        3,
+        Lapse::TakeOver,
+        lapsed,
+        [
+            |it, _| match it.claim("a") {
+                Met::Won(owned, token) => {
+                    it.complete(&owned, "filled");
+                    Did::Met(Met::Won(owned, token))
+                }
+                met => Did::Met(met),
+            },
+            |it, _| {
+                it.at(2 * LEASE);
+                Did::Met(it.claim("a"))
+            },
+        ],
+        |world, dids| {
+            assert!(winners(dids) >= 1);
+            assert!(world.observe("a").is_some(), "a is lost");
+            assert_eq!(world.engine.room.used().0, 1);
+        },
+    );
+}
+
+#[test]
+fn loom_takeover_against_forget() {
+    ring(
+        BOUND,
+        Lapse::TakeOver,
+        lapsed,
+        [
+            |it, owned| Did::Was(it.complete(&owned[0], "late")),
+            |it, _| Did::Met(it.claim("a")),
+            |it, _| Did::Was(it.engine.forget(&frame("a"), true).is_ok_and(|done| done)),
+        ],
+        |world, dids| {
+            assert!(dids[2].was(), "something stood there all the time");
+            let left = usize::from(world.observe("a").is_some());
+            assert_eq!(world.engine.room.used().0, left);
+        },
+    );
+}
+
+fn lapsed(world: &World) -> Vec<Owned> {
+    let owned = world.win("a");
+    world.at(LEASE);
+    vec![owned]
 }
 
 #[test]
@@ -1585,6 +1681,34 @@ mod freeing {
                 claims_have_cells_of_their_own(world, ["c", "d"]);
                 assert!(matches!(world.claim("b"), Met::InFlight(_)), "b is lost");
                 assert!(world.observe("a").is_some(), "a is lost");
+            },
+        );
+    }
+
+    #[test]
+    fn loom_freed_successor_against_a_look() {
+        // Who has met the cell that was taken over comes late to its successor, whose cell is another
+        // claim's by then.
+        ring(
+            FREEING,
+            Lapse::TakeOver,
+            lapsed,
+            [
+                |it, owned| {
+                    let Met::Won(next, token) = it.claim("a") else { panic!("a has not lapsed") };
+                    assert!(!it.complete(&owned[0], "late"));
+                    assert!(it.complete(&next, "filled"));
+                    tidy(it);
+                    assert_eq!(won(&it.claim("b")), 1);
+                    Did::Met(Met::Won(next, token))
+                },
+                |it, _| Did::Met(it.claim_otherwise("a")),
+            ],
+            |world, dids| {
+                assert!(matches!(dids[1], Did::Met(Met::Mismatch)), "another body was let in");
+                claims_have_cells_of_their_own(world, ["c", "d"]);
+                assert!(matches!(world.claim("b"), Met::InFlight(_)), "b is lost");
+                assert!(matches!(world.observe("a"), Some(Met::Replay(_))), "a is lost");
             },
         );
     }

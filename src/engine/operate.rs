@@ -54,7 +54,12 @@ struct Viewed<'g> {
 impl Engine {
     fn find<'g>(&'g self, frame: &Frame, guard: &'g Guard<'g>) -> What<'g> {
         let hash = self.hash(&Identity::from_frame(frame));
-        self.index.find(hash, frame, For::Reading, &self.slabs, guard).what
+        loop {
+            match self.index.find(hash, frame, For::Reading, &self.slabs, guard).what {
+                What::Cell(cell) if self.pass_on(cell, guard) => {}
+                what => return what,
+            }
+        }
     }
 
     /// The cell or the record of an identity and what it is; `Gone` if a caller would not see it.
@@ -133,7 +138,11 @@ impl Engine {
         Some(Shown {
             view,
             age: now.since(since),
-            remaining: word.at().since(now),
+            remaining: if word.kind() == Kind::Ended {
+                Duration::ZERO
+            } else {
+                word.at().since(now)
+            },
             token: cell.token(),
             fingerprint: *cell.fingerprint(),
             waiters: self.waiters.count(cell),
@@ -218,6 +227,10 @@ impl Engine {
                         return Ok(seen);
                     }
                     Kind::Completed => break (word.place(), self.slabs.at(word.place(), guard)),
+                    Kind::Ended if self.pass_on(cell, guard) => {
+                        let successor = self.find(cell.frame(), guard);
+                        return self.forget_what(successor, force, woken, guard);
+                    }
                     Kind::Ended => return Ok(false),
                 }
             },

@@ -400,7 +400,9 @@ impl Engine {
         if word.is_final() {
             let to = (word.kind() == Kind::Completed).then(|| word.place());
             // Who settled it may not have come so far.
-            self.index.swing(cell, to, &self.slabs, guard);
+            if !self.pass_on(cell, guard) {
+                self.index.swing(cell, to, &self.slabs, guard);
+            }
             Cells::retire(cell, guard);
         }
     }

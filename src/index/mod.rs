@@ -43,7 +43,7 @@ use std::hash::{BuildHasher, Hasher};
 use crate::{
     identity::Identity,
     reclaim::Guard,
-    record::{Cell, Pages, Place, Record, Slabs, prefetch, word::Kind},
+    record::{Cell, Pages, Place, Record, Slabs, prefetch},
     sync::{Arc, AtomicU64, Ordering, Tally},
 };
 
@@ -404,7 +404,7 @@ impl Index {
         if spot.value.is_frozen() {
             return false;
         }
-        if cas(spot.slot, spot.value, Value::cell(Tag::of(path), cell)).is_err() {
+        if cas(spot.slot, spot.value, Value::cell(Tag::of(path), cell.bits())).is_err() {
             return false;
         }
         // A winner helps a growing table on, so that it is done in time.
@@ -430,7 +430,15 @@ impl Index {
         let hash = cell.hash();
         let tag = Tag::of(hash << self.shard_bits);
         let new = to.map_or(Value::TOMB, |place| Value::record(tag, place));
-        self.exchange(hash, Value::cell(tag, cell), new, slabs, guard)
+        self.exchange(hash, Value::cell(tag, cell.bits()), new, slabs, guard)
+    }
+
+    /// Puts the cell with the name `next`, of a claim that has taken over, where the other one stands.
+    pub(crate) fn pass_on(&self, cell: &Cell, next: u64, slabs: &Slabs, guard: &Guard<'_>) {
+        let hash = cell.hash();
+        let tag = Tag::of(hash << self.shard_bits);
+        let (old, new) = (Value::cell(tag, cell.bits()), Value::cell(tag, next));
+        self.exchange(hash, old, new, slabs, guard);
     }
 
     /// Puts `new` where `wanted` stands, in whatever table that is by now.
@@ -654,7 +662,7 @@ impl What<'_> {
     fn is_dead(&self) -> bool {
         match self {
             Self::Absent => true,
-            Self::Cell(cell) => cell.word().kind() == Kind::Ended,
+            Self::Cell(cell) => cell.word().is_over(),
             Self::Record(..) => false,
         }
     }

@@ -41,8 +41,8 @@ impl Value {
     pub(super) const EMPTY: Self = Self(0);
     pub(super) const TOMB: Self = Self(1);
 
-    pub(super) fn cell(tag: Tag, cell: &Cell) -> Self {
-        Self(tag.0 | cell.bits())
+    pub(super) fn cell(tag: Tag, bits: u64) -> Self {
+        Self(tag.0 | bits)
     }
 
     pub(super) fn record(tag: Tag, place: Place) -> Self {

@@ -40,6 +40,9 @@ use super::{
     word::{Kind, Word},
 };
 
+/// Bits of a cell's name: an address of 48 bits, of which its alignment needs no six.
+pub(super) const BITS: u32 = 42;
+
 /// Cells of a block.
 const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 32 };
 const ALL: u64 = u64::MAX >> (64 - CELLS);

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  63                                   5    4         3         2      0
-//! | at, or where the record lies      59 | out 1 | waiters 1 | kind 3 |
+//! | at, where the record lies, or successor | out 1 | waiters 1 | kind 3 |
 //!
 //!         renew, attend, hand-over
 //!               +--------+
@@ -19,7 +19,8 @@
 //!
 //! `at` is the lease's deadline while in flight, else the end of the hold. A completed word names
 //! the record in a slab instead; the end stands there. `NotKept` in a cell is the rare completion
-//! for which no slab was to be had.
+//! for which no slab was to be had. A takeover ends a claim by a word that names its *successor*, the
+//! cell of the claim that takes its place: so there is no moment at which neither stands.
 //!
 //! `out` is set while a permit holds the cell. The compare-and-swap that makes a word final without
 //! it, or that clears it in a final word, appoints its thread to give the cell back: one word, so
@@ -76,8 +77,12 @@ const ATTENDED: u64 = 5;
 /// Released, and left in its slot for the next claim: who takes it out of the slot retires it.
 const GHOST: u64 = 6;
 
+/// Taken over: whoever meets it goes on to the successor.
+const TAKEN_OVER: u64 = 7;
+
 const _: () = assert!(Millis::MAX.0 << AT_SHIFT >> AT_SHIFT == Millis::MAX.0);
 const _: () = assert!(super::Place::BITS + AT_SHIFT <= u64::BITS);
+const _: () = assert!(super::cell::BITS + AT_SHIFT <= u64::BITS);
 
 impl Word {
     /// A cell that stands for nothing.
@@ -96,6 +101,16 @@ impl Word {
     /// Released at that time, and left in its slot.
     pub(crate) fn ghost(at: Millis) -> Self {
         Self(at.min(Millis::MAX).0 << AT_SHIFT | GHOST)
+    }
+
+    /// Taken over by the claim in the cell of that name.
+    pub(crate) fn taken_over(by: u64) -> Self {
+        Self(by << AT_SHIFT | TAKEN_OVER)
+    }
+
+    /// The name of the cell of the claim that has taken this one over.
+    pub(crate) fn successor(self) -> Option<u64> {
+        (self.0 & KIND == TAKEN_OVER).then_some(self.0 >> AT_SHIFT)
     }
 
     pub(crate) fn from_bits(bits: u64) -> Self {
@@ -143,6 +158,11 @@ impl Word {
     /// Whether the cell is left in its slot for the next claim.
     pub(crate) fn is_ghost(self) -> bool {
         self.0 & KIND == GHOST
+    }
+
+    /// Whether nothing stands in this cell's place.
+    pub(crate) fn is_over(self) -> bool {
+        self.kind() == Kind::Ended && self.successor().is_none()
     }
 
     /// Whether the word never changes again, but for `out`.
@@ -204,7 +224,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::record::Place;
+    use crate::record::{Place, cell};
 
     const KINDS: [Kind; 4] = [Kind::InFlight, Kind::Held, Kind::NotKept, Kind::Ended];
 
@@ -240,6 +260,27 @@ mod tests {
             let word = Word::completed(place).with_out(true);
             prop_assert_eq!(word.kind(), Kind::Completed);
             prop_assert_eq!(word.place(), place);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn r10_a_word_that_was_taken_over_names_its_successor(by in 0..1_u64 << cell::BITS) {
+            let word = Word::taken_over(by).with_out(true);
+            prop_assert_eq!((word.kind(), word.successor()), (Kind::Ended, Some(by)));
+            prop_assert_eq!(word.with_out(false).successor(), Some(by));
+            prop_assert_eq!(word.view(Millis(0)), View::Gone);
+        }
+    }
+
+    #[test]
+    fn only_a_takeover_names_a_successor() {
+        let at = Millis::MAX;
+        let others = [Word::ghost(at), Word::new(Kind::InFlight, at).attended()];
+        let records = [Word::completed(Place::from_bits(7))];
+        let plain = KINDS.map(|kind| Word::new(kind, at));
+        for word in plain.iter().chain(&others).chain(&records) {
+            assert_eq!(word.with_waiters().with_out(true).successor(), None, "{word:?}");
         }
     }
 

@@ -79,12 +79,12 @@ impl Load {
     /// Bytes in memory of one kept key, as `max_bytes` counts them.
     pub(crate) fn key(&self) -> f64 {
         let buffer = |bytes: f64| if bytes == 0.0 { 0.0 } else { 64.0 + bytes };
-        240.0 + 9.0 / 8.0 * (self.identity + 3.0) + buffer(self.head) + buffer(self.body)
+        232.0 + 9.0 / 8.0 * (self.identity + 3.0) + buffer(self.head) + buffer(self.body)
     }
 
     /// Bytes in memory of one key in flight: `outcome_reserve` at its default.
     pub(crate) fn claim(&self) -> f64 {
-        240.0 + 9.0 / 8.0 * (self.identity + 3.0) + 4096.0
+        232.0 + 9.0 / 8.0 * (self.identity + 3.0) + 4096.0
     }
 
     /// What `max_keys` must be at least.
