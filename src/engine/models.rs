@@ -734,12 +734,19 @@ fn loom_takeover_against_another_body() {
 
 #[test]
 fn loom_takeover_against_another_body_and_a_helper() {
-    // As above, where the bucket moves meanwhile.
+    // As above, where the bucket begins to move meanwhile.
     ring(
         1,
         Lapse::TakeOver,
-        lapsed_in_a_moving_bucket,
-        [help, |it, _| Did::Met(it.claim("a")), |it, _| Did::Met(it.claim_otherwise("a"))],
+        lapsed,
+        [
+            |it, owned| {
+                it.grow();
+                help(it, owned)
+            },
+            |it, _| Did::Met(it.claim("a")),
+            |it, _| Did::Met(it.claim_otherwise("a")),
+        ],
         |world, dids| {
             assert!(matches!(dids[2], Did::Met(Met::Mismatch)), "another body was let in");
             took_over(world, dids);
@@ -1696,10 +1703,10 @@ mod freeing {
             [
                 |it, owned| {
                     let Met::Won(next, token) = it.claim("a") else { panic!("a has not lapsed") };
-                    assert!(!it.complete(&owned[0], "late"));
                     assert!(it.complete(&next, "filled"));
                     tidy(it);
                     assert_eq!(won(&it.claim("b")), 1);
+                    assert!(!it.complete(&owned[0], "late"));
                     Did::Met(Met::Won(next, token))
                 },
                 |it, _| Did::Met(it.claim_otherwise("a")),
