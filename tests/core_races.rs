@@ -552,12 +552,32 @@ fn r14_a_waker_of_a_takeover_may_call_the_store() {
     let mut wait = store.claim(&id("k"), fp("")).pending().wait();
     let inside = store.clone();
     let waker = Hook::on_wake(move || {
-        // It takes over itself, in the middle of the other's takeover.
-        inside.claim(&id("k"), fp("")).won().complete(outcome("inside")).unwrap();
+        // In the middle of the takeover: it has won, though nobody has its permit yet.
+        drop(inside.claim(&id("k"), fp("")).pending());
+        assert!(matches!(inside.claim(&id("k"), fp("y")), Ok(Claim::Mismatch)));
+        inside.sweep();
     });
     assert!(poll_with(&mut wait, &waker).is_pending());
     clock.advance(LEASE);
-    assert_eq!(store.claim(&id("k"), fp("")).replayed(), outcome("inside"));
+    let second = store.claim(&id("k"), fp("")).won();
+    assert!(first.complete(outcome("1")).is_err());
+    second.complete(outcome("2")).unwrap();
+    assert_eq!(store.claim(&id("k"), fp("")).replayed(), outcome("2"));
+    assert_eq!((store.stats().in_flight, store.stats().keys), (0, 1));
+}
+
+#[test]
+fn r14_a_waker_that_panics_in_a_takeover_gives_the_claim_up() {
+    let _watchdog = watchdog();
+    let (store, clock) = by_hand_with(|builder| builder.on_lapse(Lapse::TakeOver));
+    let first = store.claim(&id("k"), fp("")).won();
+    let mut wait = store.claim(&id("k"), fp("")).pending().wait();
+    assert!(poll_with(&mut wait, &Hook::on_wake(|| panic!("seeded by the test"))).is_pending());
+    clock.advance(LEASE);
+    let claimed = catch_unwind(AssertUnwindSafe(|| store.claim(&id("k"), fp(""))));
+    assert!(claimed.is_err());
+    // Nobody has its permit, and nothing waits for a lease of nobody.
+    store.claim(&id("k"), fp("")).won().complete(outcome("2")).unwrap();
     assert!(first.complete(outcome("1")).is_err());
     assert_eq!((store.stats().in_flight, store.stats().keys), (0, 1));
 }

@@ -370,7 +370,7 @@ impl Model {
 
     /// What a record costs beside its outcome.
     fn cost(&self) -> usize {
-        240 + self.frame + self.frame / 8
+        232 + self.frame + self.frame / 8
     }
 
     fn used(&self) -> (usize, usize) {
