@@ -299,7 +299,12 @@ fn loom_two_helpers_of_one_bucket_and_a_claim() {
     ring(
         1,
         Lapse::TakeOver,
-        lapsed_in_a_moving_bucket,
+        |world| {
+            world.fill("a");
+            world.at(RETENTION);
+            world.grow();
+            Vec::new()
+        },
         [help, help, |it, _| Did::Met(it.claim("a"))],
         took_over,
     );
@@ -1499,11 +1504,12 @@ mod freeing {
 
     #[test]
     fn loom_freed_cell_against_a_look() {
-        // The cell of "a" goes with its completion; the next claim writes into it.
+        // The cell of "a" goes with its completion; the next claim writes into it, because that of "z"
+        // keeps the block.
         ring(
             FREEING,
             Lapse::TakeOver,
-            |world| vec![world.win("a")],
+            |world| vec![world.win("a"), world.win("z")],
             [look, |it, owned| {
                 assert!(it.complete(&owned[0], "filled"));
                 tidy(it);
@@ -1723,9 +1729,9 @@ mod freeing {
     #[test]
     fn loom_freed_cell_against_a_registration() {
         ring(
-            FREEING,
+            BOUND,
             Lapse::TakeOver,
-            |world| vec![world.win("a")],
+            |world| vec![world.win("a"), world.win("z")],
             [
                 |it, owned| {
                     assert!(it.complete(&owned[0], "filled"));
