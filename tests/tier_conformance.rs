@@ -139,6 +139,11 @@ impl Tier for Remote {
         self.call(async move { tier.hold(id.get(), token, retention).await })
     }
 
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        let (tier, id) = (self.tier.clone(), Name::of(id));
+        self.call(async move { tier.lapse(id.get(), token).await })
+    }
+
     fn checkpoint<'a>(
         &'a self,
         id: Identity<'a>,

@@ -144,6 +144,10 @@ impl Tier for MemoryTier {
         self.step(id, move |found, at| steps::hold(found, token, retention, at))
     }
 
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        self.step(id, move |found, at| steps::lapse(found, token, at))
+    }
+
     fn checkpoint<'a>(
         &'a self,
         id: Identity<'a>,

@@ -9,6 +9,7 @@
 //!                    |  |  ^                 ^
 //!                    |  |  '--take_over------|--- lapsed: the owner's heartbeat has ended
 //!                    |  '--hold--> held -----'
+//!                    |--lapse--> lapsed      for the next owner, as if this one had died
 //!                    '--release--> absent
 //! ```
 //!
@@ -26,11 +27,12 @@
 //! 4. [`take_over`](Tier::take_over) succeeds only if the very token that was seen is still there
 //!    and is [`State::Lapsed`] or [`State::Held`] at this moment; among any number of callers
 //!    exactly one (R10).
-//! 5. [`complete`](Tier::complete), [`release`](Tier::release), [`hold`](Tier::hold) and
-//!    [`checkpoint`](Tier::checkpoint) act if the record carries their token and is in flight,
-//!    lapsed or held; else they change nothing and are [`Landed::Lost`] (R9). A lapsed heartbeat
-//!    alone makes no token stale. A completion by the token that has completed the record already
-//!    is [`Landed::Done`] and changes nothing: so one whose answer was lost can be repeated.
+//! 5. [`complete`](Tier::complete), [`release`](Tier::release), [`hold`](Tier::hold),
+//!    [`lapse`](Tier::lapse) and [`checkpoint`](Tier::checkpoint) act if the record carries their
+//!    token and is in flight, lapsed or held; else they change nothing and are [`Landed::Lost`]
+//!    (R9). A lapsed heartbeat alone makes no token stale; a lapse by its own token does. A
+//!    completion by the token that has completed the record already is [`Landed::Done`] and changes
+//!    nothing: so one whose answer was lost can be repeated.
 //! 6. They wait for a transaction that has the record in its hands, instead of reading past it, at
 //!    most for a stated time (T6).
 //! 7. Every record has an end of life from its first write on (T3): one that is in flight ends
@@ -139,6 +141,11 @@ pub trait Tier: fmt::Debug + Send + Sync + 'static {
         token: Token,
         retention: Duration,
     ) -> Answer<'a, Landed>;
+
+    /// Gives `id` up as if its owner had died: it is lapsed from now on, and who takes it over gets
+    /// what was left by [`checkpoint`](Self::checkpoint). Fingerprint and end of life stay; `token`
+    /// is stale (rules 5, 6). A tier does it by giving the record to owner 0, which never beats.
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed>;
 
     /// Leaves `bytes` for the next owner, in place of what was left before (rule 5).
     fn checkpoint<'a>(&'a self, id: Identity<'a>, token: Token, bytes: Bytes)

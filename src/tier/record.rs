@@ -107,6 +107,11 @@ impl Record {
             .then(|| Self { checkpoint: self.checkpoint.clone(), ..Self::claimed(claim, at.now) })
     }
 
+    /// As if its owner had died: nobody's, in flight.
+    pub(crate) fn lapsed(self) -> Self {
+        Self { kind: Kind::InFlight, token: Token::new(0, self.token.number()), ..self }
+    }
+
     /// Whether `token` still settles it (rule 5).
     pub(crate) fn admits(&self, token: Token) -> bool {
         self.token == token && matches!(self.kind, Kind::InFlight | Kind::Held)

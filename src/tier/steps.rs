@@ -131,6 +131,10 @@ pub(crate) fn release(found: Option<Record>, token: Token, at: &At<'_>) -> (Chan
     with_token(found, token, at, |_| Change::Remove)
 }
 
+pub(crate) fn lapse(found: Option<Record>, token: Token, at: &At<'_>) -> (Change, Landed) {
+    with_token(found, token, at, |record| Change::Put(record.lapsed()))
+}
+
 pub(crate) fn hold(
     found: Option<Record>,
     token: Token,

@@ -43,10 +43,12 @@ pub struct Wire {
     pub beats: Arc<Mutex<Weather>>,
     /// Completions only.
     pub completions: Arc<Mutex<Weather>>,
-    calls: Arc<[AtomicUsize; 5]>,
+    calls: Arc<[AtomicUsize; 6]>,
     /// After how long a claim gets there whose caller has given it up.
     pub late: Arc<Mutex<Option<Duration>>>,
-    /// Held by a transaction that has a record in its hands: a release waits for it.
+    /// The same of a takeover.
+    pub late_takeovers: Arc<Mutex<Option<Duration>>>,
+    /// Held by a transaction that has a record in its hands: what gives it up or holds it waits.
     pub row: Arc<tokio::sync::Mutex<()>>,
     /// Whether claims wait for it too.
     claims_wait: Arc<std::sync::atomic::AtomicBool>,
@@ -92,7 +94,8 @@ pub const CLAIM: usize = 0;
 pub const COMPLETE: usize = 1;
 pub const LOOK_UP: usize = 2;
 pub const RELEASE: usize = 3;
-pub const OTHERS: usize = 4;
+pub const LAPSE: usize = 4;
+pub const OTHERS: usize = 5;
 
 impl Wire {
     /// Another way to the same tier.
@@ -103,6 +106,7 @@ impl Wire {
             beats: Arc::default(),
             completions: Arc::default(),
             late: Arc::default(),
+            late_takeovers: Arc::default(),
             calls: Arc::default(),
             row: Arc::default(),
             claims_wait: Arc::default(),
@@ -186,6 +190,16 @@ impl Tier for Wire {
         seen: Token,
         claim: NewClaim,
     ) -> Answer<'a, Claimed> {
+        if let Some(late) = *self.late_takeovers.lock().unwrap() {
+            let tier = Arc::clone(&self.tier);
+            let name = [id.account(), id.endpoint(), id.key()].map(<[u8]>::to_vec);
+            tokio::spawn(async move {
+                tokio::time::sleep(late).await;
+                let id = Identity::new(&name[0], &name[1], &name[2]).unwrap();
+                let _ = tier.take_over(id, seen, claim).await;
+            });
+            return Box::pin(std::future::pending());
+        }
         self.send(CLAIM, self.tier.take_over(id, seen, claim))
     }
 
@@ -216,7 +230,23 @@ impl Tier for Wire {
         token: Token,
         retention: Duration,
     ) -> Answer<'a, Landed> {
-        self.send(OTHERS, self.tier.hold(id, token, retention))
+        self.send(
+            OTHERS,
+            Box::pin(async move {
+                let _row = self.row.lock().await;
+                self.tier.hold(id, token, retention).await
+            }),
+        )
+    }
+
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        self.send(
+            LAPSE,
+            Box::pin(async move {
+                let _row = self.row.lock().await;
+                self.tier.lapse(id, token).await
+            }),
+        )
     }
 
     fn checkpoint<'a>(

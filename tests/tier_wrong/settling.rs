@@ -67,6 +67,7 @@ impl Wrong {
             (F::AnyOwnerReleases, "release") if there.token.number() == token.number() => {
                 there.token
             }
+            (F::AnyOwnerLapses, "lapse") if there.token.number() == token.number() => there.token,
             (F::AnyNumberHolds, "hold") if there.token.owner() == token.owner() => there.token,
             (F::TokenAsFloat, _) => Token::new(token.owner(), token.number() as f64 as u64),
             (F::TokenSigned, _) => {

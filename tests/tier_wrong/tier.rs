@@ -356,6 +356,22 @@ impl Tier for Wrong {
         })
     }
 
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        Box::pin(async move {
+            let name = self.name(id);
+            let token = self.token_for("lapse", &name, token).await;
+            let landed = match self.fault() {
+                F::LapseIsARelease => self.tier().release(name.get(), token).await?,
+                F::LapseLeavesNothing => {
+                    let _ = self.tier().checkpoint(name.get(), token, Bytes::new()).await?;
+                    self.tier().lapse(name.get(), token).await?
+                }
+                _ => self.tier().lapse(name.get(), token).await?,
+            };
+            Ok(self.landed(landed))
+        })
+    }
+
     fn checkpoint<'a>(
         &'a self,
         id: Identity<'a>,

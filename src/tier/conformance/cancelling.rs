@@ -101,6 +101,7 @@ impl Verb {
                     Step::Release => None,
                     Step::Hold => Some(State::Held),
                     Step::Checkpoint => Some(State::InFlight),
+                    Step::Lapse => Some(State::Lapsed),
                 };
                 (Some(State::InFlight), after)
             }
@@ -161,6 +162,7 @@ impl Verb {
             Self::Step(Step::NotKept) => cut!(tier.complete(id, first, None, RETENTION)),
             Self::Step(Step::Release) => cut!(tier.release(id, first)),
             Self::Step(Step::Hold) => cut!(tier.hold(id, first, RETENTION)),
+            Self::Step(Step::Lapse) => cut!(tier.lapse(id, first)),
             Self::Step(Step::Checkpoint) => cut!(tier.checkpoint(id, first, left())),
             Self::LookUp => cut!(tier.look_up(id)),
             Self::Forget => cut!(tier.forget(id, false)),
@@ -185,6 +187,11 @@ impl Verb {
             Self::Step(Step::Release) => match node.step(Step::Release, id, *first).await? {
                 Landed::Done | Landed::Lost(None) => Ok(()),
                 other => node.at.failed(format!("a repeated release was told {other:?}")),
+            },
+            Self::Step(Step::Lapse) => match node.step(Step::Lapse, id, *first).await? {
+                Landed::Done => Ok(()),
+                Landed::Lost(Some(found)) if found.state == State::Lapsed => Ok(()),
+                other => node.at.failed(format!("a repeated lapse was told {other:?}")),
             },
             Self::Step(step) => node.does(step, id, *first).await,
             Self::Forget | Self::ForgetForced => {

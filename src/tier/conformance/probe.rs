@@ -252,11 +252,12 @@ pub(super) enum Step {
     Release,
     Hold,
     Checkpoint,
+    Lapse,
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 5] =
-        [Self::Complete, Self::NotKept, Self::Release, Self::Hold, Self::Checkpoint];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Complete, Self::NotKept, Self::Release, Self::Hold, Self::Checkpoint, Self::Lapse];
 
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -265,6 +266,7 @@ impl Step {
             Self::Release => "release",
             Self::Hold => "hold",
             Self::Checkpoint => "checkpoint",
+            Self::Lapse => "lapse",
         }
     }
 }
@@ -326,6 +328,10 @@ impl Node {
         self.answer("release", self.tier.release(id.get(self.at)?, token)).await
     }
 
+    pub(super) async fn lapse(&self, id: &Id, token: Token) -> Result<Landed, Failure> {
+        self.answer("lapse", self.tier.lapse(id.get(self.at)?, token)).await
+    }
+
     pub(super) async fn hold(
         &self,
         id: &Id,
@@ -382,6 +388,7 @@ impl Node {
             Step::Release => self.release(id, token).await,
             Step::Hold => self.hold(id, token, RETENTION).await,
             Step::Checkpoint => self.checkpoint(id, token, "a step").await,
+            Step::Lapse => self.lapse(id, token).await,
         }
     }
 

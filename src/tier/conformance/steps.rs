@@ -47,6 +47,7 @@ pub(super) async fn a_step_needs_the_token(p: Probe<'_>) -> Verdict {
             Step::Hold => drop(other.sees(&id, &State::Held).await?),
             Step::Checkpoint => drop(other.sees(&id, &State::InFlight).await?),
             Step::Release => other.sees_nothing(&id).await?,
+            Step::Lapse => drop(other.sees(&id, &State::Lapsed).await?),
         }
     }
     // Nothing of what was lost was left for the next owner.
@@ -94,6 +95,10 @@ pub(super) async fn a_lapsed_or_held_claim_is_settled_by_its_token(p: Probe<'_>)
             Step::Release => node.sees_nothing(&id).await?,
             Step::Hold => drop(node.sees(&id, &State::Held).await?),
             Step::Checkpoint => drop(node.sees(&id, &there).await?),
+            Step::Lapse => {
+                node.sees(&id, &State::Lapsed).await?;
+                node.lost("lapse, repeated,", node.step(step, &id, token).await?)?;
+            }
         }
     }
     Ok(())
@@ -118,7 +123,7 @@ pub(super) async fn a_completion_is_repeated_without_effect(p: Probe<'_>) -> Ver
             node.times(&found, HOUR, RETENTION - HOUR)?;
         }
         // It is completions that can be repeated. The other steps come too late.
-        for step in [Step::Release, Step::Hold, Step::Checkpoint] {
+        for step in [Step::Release, Step::Hold, Step::Checkpoint, Step::Lapse] {
             other.lost(step.name(), other.step(step, &id, token).await?)?;
             node.sees(&id, &state).await?;
         }
@@ -218,6 +223,16 @@ pub(super) async fn checkpoints_go_to_the_next_owner(p: Probe<'_>) -> Verdict {
         node.at.ensure(left.as_ref() == Some(bytes), || {
             "a checkpoint did not stay until it was replaced".to_owned()
         })?;
+        // And if that one lapses by itself, at once and though its owner beats. Nobody revives it.
+        other.does(Step::Lapse, &id, third.token).await?;
+        node.beat(taker.owner, LEASE).await?;
+        let found = node.sees(&id, &State::Lapsed).await?;
+        node.at.ensure(found.fingerprint == third.fingerprint, || format!("{found:?}"))?;
+        let fourth = taker.claim();
+        let left = node.won("take_over", node.take_over(&id, found.token, fourth).await?)?;
+        node.at.ensure(left.as_ref() == Some(bytes), || "a lapse left no checkpoint".to_owned())?;
+        other.lost("complete", other.step(Step::Complete, &id, third.token).await?)?;
+        let third = fourth;
         // Nothing is left once it is completed or given up.
         let landed = if number == 0 {
             node.step(Step::Release, &id, third.token).await?

@@ -323,6 +323,10 @@ impl Tier for EmbeddedTier {
         self.step(id, move |found, at| steps::hold(found, token, retention, at))
     }
 
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        self.step(id, move |found, at| steps::lapse(found, token, at))
+    }
+
     fn checkpoint<'a>(
         &'a self,
         id: Identity<'a>,

@@ -303,8 +303,8 @@ BEGIN
 END
 $$;
 
--- What a token may do: 'complete' (with a null status: not kept), 'release', 'hold', 'checkpoint'
--- (the bytes are `with_body`). NULL, or 'lost' with what is there. A transaction of its own
+-- What a token may do: 'complete' (with a null status: not kept), 'release', 'hold', 'lapse',
+-- 'checkpoint' (the bytes are `with_body`). NULL, or 'lost' with what is there. A transaction of its own
 -- (rule 5).
 CREATE FUNCTION oncekey.idempotency_act(
     verb text,
@@ -364,6 +364,11 @@ BEGIN
             UPDATE oncekey.idempotency_keys r SET
                 state = 1, waited = NULL,
                 settled_at = started, expires_at = started + retention_ms * interval '1 ms'
+            WHERE r.account = a AND r.endpoint = e AND r.key = k;
+        ELSIF verb = 'lapse' THEN
+            -- Nobody's: owner 0 never beats.
+            UPDATE oncekey.idempotency_keys r SET
+                state = 0, owner = 0, waited = NULL, settled_at = NULL
             WHERE r.account = a AND r.endpoint = e AND r.key = k;
         ELSIF verb = 'checkpoint' THEN
             UPDATE oncekey.idempotency_keys r SET checkpoint = with_body

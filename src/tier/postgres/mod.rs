@@ -257,6 +257,12 @@ impl Tier for PostgresTier {
         Box::pin(async move { self.ask(call).await?.landed() })
     }
 
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        let (kept, retention) = (Kept::default(), Duration::default());
+        let call = self.shared.writer.act("act", "lapse", id, token, kept, retention);
+        Box::pin(async move { self.ask(call).await?.landed() })
+    }
+
     fn checkpoint<'a>(
         &'a self,
         id: Identity<'a>,

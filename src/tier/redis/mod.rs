@@ -220,6 +220,23 @@ impl RedisTier {
         }
     }
 
+    /// A release or a lapse.
+    async fn give_up(
+        &self,
+        id: Identity<'_>,
+        token: Token,
+        script: &Script,
+    ) -> Result<Landed, TierError> {
+        let Shared { names, claims, .. } = &*self.shared;
+        let is_unanswered = claims.lock().is_unanswered(token);
+        let noted = if is_unanswered { millis(UNDER_WAY) } else { "0".to_owned() };
+        let by = token.to_string();
+        let args = [by.as_bytes(), noted.as_bytes()];
+        let said = self.run(script, &names.of_claim(id, token), &args).await?;
+        claims.lock().ended(token);
+        self.landed(token, said)
+    }
+
     async fn settle(
         &self,
         id: Identity<'_>,
@@ -285,16 +302,11 @@ impl Tier for RedisTier {
     }
 
     fn release<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
-        Box::pin(async move {
-            let Shared { names, scripts, claims, .. } = &*self.shared;
-            let is_unanswered = claims.lock().is_unanswered(token);
-            let noted = if is_unanswered { millis(UNDER_WAY) } else { "0".to_owned() };
-            let by = token.to_string();
-            let args = [by.as_bytes(), noted.as_bytes()];
-            let said = self.run(&scripts.release, &names.of_claim(id, token), &args).await?;
-            claims.lock().ended(token);
-            self.landed(token, said)
-        })
+        Box::pin(self.give_up(id, token, &self.shared.scripts.release))
+    }
+
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        Box::pin(self.give_up(id, token, &self.shared.scripts.lapse))
     }
 
     fn hold<'a>(

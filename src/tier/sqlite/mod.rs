@@ -439,6 +439,10 @@ impl Tier for SqliteTier {
         Box::pin(self.finish(id, token, How::Hold(retention)))
     }
 
+    fn lapse<'a>(&'a self, id: Identity<'a>, token: Token) -> Answer<'a, Landed> {
+        Box::pin(self.finish(id, token, How::Lapse))
+    }
+
     fn checkpoint<'a>(
         &'a self,
         id: Identity<'a>,

@@ -53,6 +53,7 @@ pub(super) enum How {
     Complete(Option<Outcome>, Duration),
     Hold(Duration),
     Release,
+    Lapse,
     Checkpoint(Bytes),
 }
 
@@ -144,6 +145,10 @@ impl At<'_> {
             How::Release => {
                 let release = id.query_open(include_str!("release.sql"), token, now);
                 self.change(release).await?
+            }
+            How::Lapse => {
+                let lapse = id.query_open(include_str!("lapse.sql"), token, now);
+                self.change(lapse).await?
             }
             How::Checkpoint(bytes) => {
                 let keep = id.query_open(include_str!("checkpoint.sql"), token, now);
