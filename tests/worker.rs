@@ -9,23 +9,23 @@
 mod common;
 #[path = "common/tiers.rs"]
 mod tiers;
+#[path = "common/workers.rs"]
+mod workers;
 
 use std::{
-    future::Future,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::pin,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    task::{Context, Poll, Waker},
     thread,
     time::Duration,
 };
 
 use oncekey::{
-    Abandon, ClaimError, Clock, EntryState, Fingerprint, Identity, Lapse, Outcome, Resolution,
-    Store, StoreBuilder, Sweep,
+    Abandon, ClaimError, EntryState, Fingerprint, Identity, Lapse, Outcome, Resolution, Store,
+    StoreBuilder,
     tier::{MemoryTier, State, Tiered},
     worker::{
         Codec as _, CodecError, Disposition, Job, JobError, Json, Ran, RunError, Verdict, Worker,
@@ -36,94 +36,10 @@ use tokio::time::{Instant, sleep, timeout};
 
 use common::{until, watchdog};
 use tiers::{CLAIM, COMPLETE, RELEASE, Tx, Weather, Wire};
-
-const SECOND: Duration = Duration::from_secs(1);
-const LEASE: Duration = Duration::from_secs(60);
-const MAX_RUN: Duration = Duration::from_secs(15 * 60);
-
-/// Tokio's clock.
-struct Paused(Instant);
-
-impl Clock for Paused {
-    fn now(&self) -> Duration {
-        self.0.elapsed()
-    }
-}
-
-fn clock() -> Paused {
-    Paused(Instant::now())
-}
-
-fn store_with(set: impl FnOnce(StoreBuilder) -> StoreBuilder) -> Store {
-    set(Store::builder().sweep(Sweep::Manual).clock(clock())).build().unwrap()
-}
-
-fn wire() -> Wire {
-    Wire::to(Arc::new(MemoryTier::with_clock(clock())))
-}
-
-async fn node_with(
-    wire: &Wire,
-    lapse: Lapse,
-    set: impl FnOnce(StoreBuilder) -> StoreBuilder,
-) -> Tiered {
-    Tiered::open(store_with(set), wire.clone(), lapse).await.unwrap()
-}
-
-async fn node(wire: &Wire) -> Tiered {
-    node_with(wire, Lapse::TakeOver, |it| it).await
-}
-
-/// One over memory and one over a tier: the same face.
-async fn both_with(set: fn(StoreBuilder) -> StoreBuilder) -> [(Worker, Store); 2] {
-    let store = store_with(set);
-    let tiered = node_with(&wire(), Lapse::TakeOver, set).await;
-    let memory = tiered.store().clone();
-    [(Worker::from(store.clone()), store), (Worker::from(tiered), memory)]
-}
-
-async fn both() -> [(Worker, Store); 2] {
-    both_with(|it| it).await
-}
-
-fn id(key: &str) -> Identity<'_> {
-    Identity::new("acct", "charge", key).unwrap()
-}
-
-fn fp(body: &str) -> Fingerprint {
-    Fingerprint::request("", "charge", body.as_bytes())
-}
-
-fn outcome(body: &str) -> Outcome {
-    Outcome::new(200).body(body.to_owned())
-}
-
-fn done(body: &str) -> Verdict {
-    Verdict::Done(outcome(body))
-}
-
-fn text(ran: &Ran) -> &str {
-    std::str::from_utf8(ran.outcome.bytes()).unwrap()
-}
-
-/// Work that must not run.
-async fn never(_: Job) -> Verdict {
-    panic!("it ran");
-}
-
-/// Polls once.
-fn poll<F: Future>(future: std::pin::Pin<&mut F>) -> Poll<F::Output> {
-    future.poll(&mut Context::from_waker(Waker::noop()))
-}
-
-/// Lets everybody go on until they wait for something.
-async fn settle() {
-    sleep(Duration::from_millis(1)).await;
-}
-
-async fn state(wire: &Wire, key: &str) -> Option<State> {
-    wire.tier.look_up(id(key)).await.unwrap().map(|found| found.state)
-}
+use workers::{
+    LEASE, MAX_RUN, SECOND, both, both_with, done, fp, id, never, node, outcome, poll, settle,
+    state, store_with, text, wire,
+};
 
 #[tokio::test(start_paused = true)]
 async fn r16_done_work_runs_once_and_is_replayed() {

@@ -3,7 +3,13 @@
 //! Ground rules: whoever drops one of these futures leaves a guard, so that the tier and the memory are
 //! told all the same (T8). A verb takes the claim, so none can follow it.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use backon::Retryable;
 use bytes::Bytes;
@@ -13,7 +19,7 @@ use super::{
     Found, Landed, State, TierError,
     through::{Settings, Through, Unwritten, backoff, watch},
 };
-use crate::{Abandon, Completed, Identity, Outcome, Permit, Token, identity::Frame};
+use crate::{Abandon, Completed, Identity, Lapse, Outcome, Permit, Token, identity::Frame};
 
 /// A claim that is in memory and in the tier. Dropping it settles it by `on_abandon`.
 #[derive(Debug)]
@@ -24,6 +30,8 @@ pub(crate) struct Owned {
     /// `None` once settled.
     pub(super) permit: Option<Permit>,
     pub(super) checkpoint: Option<Bytes>,
+    /// Whether the tier may have something for the next owner.
+    pub(super) has_checkpoint: Arc<AtomicBool>,
     /// Whether the tier knows of the claim: not if it was opened in spite of an outage.
     pub(super) is_in_tier: bool,
 }
@@ -37,8 +45,11 @@ pub(crate) struct Stale {
 }
 
 /// What became of a transaction.
-#[cfg(any(feature = "http", feature = "worker"))]
 #[derive(Debug)]
+#[cfg_attr(
+    not(any(feature = "http", feature = "worker")),
+    expect(dead_code, reason = "what was found out in the background is told to nobody")
+)]
 pub(crate) enum Concluded {
     Committed(Completed),
     RolledBack,
@@ -106,6 +117,22 @@ impl Owned {
         &self.through
     }
 
+    #[cfg(feature = "worker")]
+    pub(crate) fn has_checkpoint(&self) -> &Arc<AtomicBool> {
+        &self.has_checkpoint
+    }
+
+    /// How the identity is given up to whoever comes next. What was left by a checkpoint stays for
+    /// that one, unless a lapse would be held: then the work begins at its beginning.
+    fn giving_up(&self) -> Unwritten {
+        let is_resumed = self.through.settings.on_lapse == Lapse::TakeOver;
+        if is_resumed && self.has_checkpoint.load(Ordering::Relaxed) {
+            Unwritten::Lapse
+        } else {
+            Unwritten::Release
+        }
+    }
+
     pub(crate) fn retention(&self) -> Duration {
         self.through.settings.retention
     }
@@ -130,7 +157,8 @@ impl Owned {
             // Another owner runs: those who wait here, and this caller, wait for that one.
             Some(Found { state: State::InFlight, .. }) => {
                 let own = permit.fingerprint();
-                tokio::spawn(watch(through, permit, self.frame.clone(), own));
+                let runtime = through.runtime.clone();
+                runtime.spawn(watch(through, permit, self.frame.clone(), own));
             }
             _ => drop(permit.release()),
         }
@@ -150,7 +178,7 @@ impl Owned {
     }
 
     /// What became of the transaction that completes the record, if that is found out soon; else it
-    /// is found out in the background.
+    /// is found out in the background. Rolled back, the identity is given up.
     #[cfg(any(feature = "http", feature = "worker"))]
     pub(crate) async fn conclude(
         self,
@@ -158,69 +186,124 @@ impl Owned {
         since: Instant,
         is_committed: bool,
     ) -> Concluded {
-        if !is_committed {
-            let id = Identity::from_frame(&self.frame);
-            let release = self.through.tier.release(id, self.token);
-            match timeout(self.through.settings.answer_within, release).await {
-                Ok(Ok(Landed::Done | Landed::Lost(None))) => {
-                    if let Some(permit) = { self }.permit.take() {
-                        let _ = permit.release();
-                    }
-                    return Concluded::RolledBack;
-                }
-                Ok(Ok(Landed::Lost(Some(found)))) if found.token == self.token => {}
-                Ok(Ok(Landed::Lost(found))) => {
-                    drop(self.lose(outcome, found, since));
-                    return Concluded::Lost;
-                }
-                Ok(Err(_)) | Err(_) => {
-                    self.find_out(outcome, since);
-                    return Concluded::Unknown;
-                }
+        if is_committed {
+            return self.committed(outcome, since);
+        }
+        let step = self.giving_up();
+        self.ask_transaction(step, outcome, since).await
+    }
+
+    /// As [`conclude`](Self::conclude) of what may have been committed; rolled back, it is held.
+    #[cfg(feature = "worker")]
+    pub(crate) async fn hold_unless_committed(
+        self,
+        outcome: Option<Outcome>,
+        since: Instant,
+    ) -> Concluded {
+        self.ask_transaction(Unwritten::Hold, outcome, since).await
+    }
+
+    #[cfg(any(feature = "http", feature = "worker"))]
+    async fn ask_transaction(
+        self,
+        step: Unwritten,
+        outcome: Option<Outcome>,
+        since: Instant,
+    ) -> Concluded {
+        match self.try_step(&step).await {
+            Ok(landed) => self.follow(&step, landed, outcome, since),
+            Err(_) => {
+                self.find_out_by(step, outcome, since);
+                Concluded::Unknown
             }
         }
+    }
+
+    /// Nobody knows whether the transaction was committed that completes the record. A release waits
+    /// for it (rule 6 of the contract): done, it was rolled back; lost, it was committed.
+    pub(crate) fn find_out(self, outcome: Option<Outcome>, since: Instant) {
+        let step = self.giving_up();
+        self.find_out_by(step, outcome, since);
+    }
+
+    fn find_out_by(self, step: Unwritten, outcome: Option<Outcome>, since: Instant) {
+        let through = Arc::clone(&self.through);
+        through.runtime.clone().spawn(async move {
+            let Settings { retention, max_run, .. } = through.settings;
+            let step_of = || self.try_step(&step);
+            let landed = step_of.retry(backoff(max_run.saturating_add(retention))).await;
+            // Else it is dropped: held, or what the setting says.
+            if let Ok(landed) = landed {
+                self.follow(&step, landed, outcome, since);
+            }
+        });
+    }
+
+    /// A step that waits for a transaction. Not behind the circuit: that a transaction takes long says
+    /// nothing of the tier.
+    async fn try_step(&self, step: &Unwritten) -> Result<Landed, TierError> {
+        let Settings { answer_within, retention, .. } = self.through.settings;
+        let (tier, id) = (&self.through.tier, self.identity());
+        let answer = match step {
+            Unwritten::Hold => tier.hold(id, self.token, retention),
+            Unwritten::Lapse => tier.lapse(id, self.token),
+            _ => tier.release(id, self.token),
+        };
+        let late = |_| Err(TierError::unavailable("the transaction is open"));
+        timeout(answer_within, answer).await.unwrap_or_else(late)
+    }
+
+    /// Memory follows what a step has found out of a transaction.
+    fn follow(
+        mut self,
+        step: &Unwritten,
+        landed: Landed,
+        outcome: Option<Outcome>,
+        since: Instant,
+    ) -> Concluded {
+        let is_held = matches!(step, Unwritten::Hold);
+        match landed {
+            Landed::Lost(Some(found)) if found.token == self.token => {
+                self.committed(outcome, since)
+            }
+            Landed::Lost(found) if found.is_some() || is_held => {
+                drop(self.lose(outcome, found, since));
+                Concluded::Lost
+            }
+            Landed::Done | Landed::Lost(_) => {
+                if let Some(permit) = self.permit.take() {
+                    if is_held {
+                        self.through.shut(permit, &self.frame);
+                    } else {
+                        let _ = permit.release();
+                    }
+                }
+                Concluded::RolledBack
+            }
+        }
+    }
+
+    fn committed(self, outcome: Option<Outcome>, since: Instant) -> Concluded {
         match self.publish(outcome, since) {
             Ok(completed) => Concluded::Committed(completed),
             Err(_) => Concluded::Lost,
         }
     }
 
-    /// Nobody knows whether the transaction was committed that completes the record. A release waits
-    /// for it (rule 6 of the contract): done, it was rolled back; lost, it was committed.
-    pub(crate) fn find_out(mut self, outcome: Option<Outcome>, since: Instant) {
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let Some(permit) = self.permit.take() else { return };
-        let (through, frame, token) = (Arc::clone(&self.through), self.frame.clone(), self.token);
-        runtime.spawn(async move {
-            // Not behind the circuit: that a transaction takes long says nothing of the tier.
-            let release = || async {
-                let release = through.tier.release(Identity::from_frame(&frame), token);
-                timeout(through.settings.answer_within, release)
-                    .await
-                    .unwrap_or_else(|_| Err(TierError::unavailable("the transaction is open")))
-            };
-            let Settings { retention, max_run, .. } = through.settings;
-            let landed = release.retry(backoff(max_run.saturating_add(retention))).await;
-            self.permit = Some(permit);
-            match landed {
-                Ok(Landed::Done | Landed::Lost(None)) => {
-                    if let Some(permit) = self.permit.take() {
-                        let _ = permit.release();
-                    }
-                }
-                Ok(Landed::Lost(Some(found))) if found.token == token => {
-                    let _ = self.publish(outcome, since);
-                }
-                Ok(Landed::Lost(found)) => drop(self.lose(outcome, found, since)),
-                // Dropped: held, or what the setting says.
-                Err(_) => {}
-            }
-        });
+    /// Gives the identity up, with an answer for those who wait here.
+    pub(crate) async fn release(self, answer: Option<Outcome>) -> Result<(), Stale> {
+        self.give_up_by(Unwritten::Release, answer).await
     }
 
-    /// Gives the identity up, with an answer for those who wait here.
-    pub(crate) async fn release(mut self, answer: Option<Outcome>) -> Result<(), Stale> {
-        let landed = self.step(Unwritten::Release).await;
+    /// Gives the identity up to the next owner, who gets what was left by a checkpoint.
+    #[cfg(feature = "worker")]
+    pub(crate) async fn hand_on(self) -> Result<(), Stale> {
+        let step = self.giving_up();
+        self.give_up_by(step, None).await
+    }
+
+    async fn give_up_by(mut self, step: Unwritten, answer: Option<Outcome>) -> Result<(), Stale> {
+        let landed = self.step(step).await;
         let Some(permit) = self.permit.take() else { return Ok(()) };
         let _ = match answer {
             Some(answer) => permit.release_with(answer),
@@ -265,6 +348,7 @@ impl Owned {
             Unwritten::Hold => {
                 self.through.tier.hold(id, self.token, self.through.settings.retention)
             }
+            Unwritten::Lapse => self.through.tier.lapse(id, self.token),
             _ => self.through.tier.release(id, self.token),
         };
         self.through.ask(answer).await.unwrap_or_else(|_| {
@@ -278,7 +362,7 @@ impl Owned {
     pub(crate) fn give_up(mut self) {
         let Some(permit) = self.permit.take() else { return };
         if self.is_in_tier {
-            self.through.write_later(self.frame.clone(), self.token, Unwritten::Release);
+            self.through.write_later(self.frame.clone(), self.token, self.giving_up());
         }
         let _ = permit.release();
     }
@@ -286,6 +370,7 @@ impl Owned {
     /// Leaves `bytes` for the next owner, should this one vanish.
     pub(crate) async fn leave_checkpoint(&self, bytes: Bytes) -> Result<Landed, TierError> {
         let id = Identity::from_frame(&self.frame);
+        self.has_checkpoint.store(true, Ordering::Relaxed);
         self.through.ask(self.through.tier.checkpoint(id, self.token, bytes)).await
     }
 }
@@ -295,7 +380,7 @@ impl Drop for Owned {
         let Some(permit) = self.permit.take() else { return };
         let step = match self.through.settings.on_abandon {
             Abandon::Hold => Unwritten::Hold,
-            Abandon::Release => Unwritten::Release,
+            Abandon::Release => self.giving_up(),
         };
         if self.is_in_tier {
             self.through.write_later(self.frame.clone(), self.token, step);

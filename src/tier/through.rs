@@ -24,7 +24,7 @@ use std::{
     fmt,
     sync::{
         Arc, Weak,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -82,8 +82,7 @@ pub(crate) struct Through {
     pub(crate) counters: Counters,
     /// Steps that the tier has still to be told.
     pub(crate) unwritten: AtomicUsize,
-    /// Where it was opened, for callers that are no tasks.
-    #[cfg(feature = "worker")]
+    /// Where it was opened: what is left to the background runs there, whoever leaves it.
     pub(crate) runtime: tokio::runtime::Handle,
 }
 
@@ -117,9 +116,23 @@ pub(crate) enum Entered {
 pub(super) enum Unwritten {
     Complete(Option<Outcome>),
     Release,
-    /// Of a claim that was not answered: it may still be on its way.
-    Withdraw,
+    /// A release that keeps the checkpoint for the next owner.
+    Lapse,
+    /// Of a claim that was not answered: it may still be on its way. With the token that it was to
+    /// take over from, if any: whose checkpoint stays for the next owner.
+    Withdraw(Option<Token>),
     Hold,
+}
+
+impl Unwritten {
+    /// Whether what it gives up may get there later than this, which found `found`.
+    fn is_early(&self, found: Option<&Found>) -> bool {
+        match (self, found) {
+            (Self::Withdraw(_), None) => true,
+            (Self::Withdraw(seen), Some(found)) => *seen == Some(found.token),
+            _ => false,
+        }
+    }
 }
 
 impl Through {
@@ -127,16 +140,17 @@ impl Through {
         Self {
             store,
             tier,
+            // Owner 0 is nobody.
             owner: std::hash::BuildHasher::hash_one(
                 &std::hash::RandomState::new(),
                 std::process::id(),
-            ),
+            )
+            .max(1),
             number: AtomicU64::new(crate::clock::wall_micros()),
             alive_until: Mutex::default(),
             circuit: Circuit::default(),
             counters: Counters::default(),
             unwritten: AtomicUsize::new(0),
-            #[cfg(feature = "worker")]
             runtime: tokio::runtime::Handle::current(),
             settings,
         }
@@ -215,7 +229,7 @@ impl Through {
         let mut token = self.next_token();
         let permit = Some(permit);
         let mut entering =
-            Entering { through: self, frame: &frame, token, permit, was_asked: false };
+            Entering { through: self, frame: &frame, token, seen: None, permit, was_asked: false };
         let claim = |token| NewClaim {
             token,
             fingerprint: own,
@@ -241,14 +255,15 @@ impl Through {
                     }
                     let (through, permit) = (Arc::clone(self), entering.permit.take());
                     let frame = frame.clone();
-                    let is_in_tier = true;
+                    let has_checkpoint = Arc::new(AtomicBool::new(checkpoint.is_some()));
                     return Entered::Yours(Owned {
                         through,
                         frame,
                         token,
                         permit,
                         checkpoint,
-                        is_in_tier,
+                        has_checkpoint,
+                        is_in_tier: true,
                     });
                 }
                 Ok(Claimed::Met(found)) => found,
@@ -285,10 +300,10 @@ impl Through {
                     let number = token.number().max(found.token.number().saturating_add(1));
                     self.number.fetch_max(number, Ordering::Relaxed);
                     token = Token::new(self.owner, number);
-                    entering.token = token;
+                    (entering.token, entering.seen) = (token, seen);
                 }
                 State::InFlight => {
-                    tokio::spawn(watch(Arc::clone(self), permit, frame.clone(), own));
+                    self.runtime.spawn(watch(Arc::clone(self), permit, frame.clone(), own));
                     return Entered::Elsewhere;
                 }
                 state => {
@@ -334,7 +349,7 @@ impl Through {
     pub(super) fn shut(&self, permit: Permit, frame: &Frame) {
         let _ = permit.hold();
         let (store, frame) = (self.store.clone(), frame.clone());
-        tokio::spawn(async move {
+        self.runtime.spawn(async move {
             sleep(HELD).await;
             // In flight: claimed anew since then.
             let _ = store.forget(&Identity::from_frame(&frame));
@@ -354,6 +369,7 @@ impl Through {
                 token: entering.token,
                 permit: Some(permit),
                 checkpoint: None,
+                has_checkpoint: Arc::default(),
                 is_in_tier: false,
             });
         }
@@ -368,14 +384,10 @@ impl Through {
             self.counters.given_up.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
-            // The runtime has ended: the claim lapses with its owner (T7).
-            self.unwritten.fetch_sub(1, Ordering::Relaxed);
-            self.counters.given_up.fetch_add(1, Ordering::Relaxed);
-            return;
-        };
-        let through = Arc::clone(self);
-        runtime.spawn(async move {
+        let telling = Telling { through: Arc::clone(self), is_over: false };
+        self.runtime.spawn(async move {
+            let mut telling = telling;
+            let through = &telling.through;
             let Settings { retention, max_run, .. } = through.settings;
             let write = || async {
                 let id = Identity::from_frame(&frame);
@@ -383,29 +395,37 @@ impl Through {
                     Unwritten::Complete(outcome) => {
                         through.tier.complete(id, token, outcome.as_ref(), retention)
                     }
-                    Unwritten::Release | Unwritten::Withdraw => through.tier.release(id, token),
+                    Unwritten::Release | Unwritten::Withdraw(None) => {
+                        through.tier.release(id, token)
+                    }
+                    Unwritten::Lapse | Unwritten::Withdraw(Some(_)) => {
+                        through.tier.lapse(id, token)
+                    }
                     Unwritten::Hold => through.tier.hold(id, token, retention),
                 };
                 through.ask(answer).await
             };
             // After that the record has ended by itself.
             let landed = write.retry(backoff(max_run.saturating_add(retention))).await;
-            through.unwritten.fetch_sub(1, Ordering::Relaxed);
+            if landed.is_ok() {
+                telling.through.unwritten.fetch_sub(1, Ordering::Relaxed);
+                telling.is_over = true;
+            }
+            let through = &telling.through;
             match landed {
-                Ok(Landed::Done) => {}
                 Ok(Landed::Lost(found)) if matches!(step, Unwritten::Complete(_)) => {
                     through.note_lost(found.as_ref());
                 }
-                Ok(Landed::Lost(None)) if matches!(step, Unwritten::Withdraw) => {
+                Ok(Landed::Lost(found)) if step.is_early(found.as_ref()) => {
                     for pause in LATE {
                         sleep(pause).await;
-                        if !matches!(write().await, Ok(Landed::Lost(None))) {
-                            break;
+                        match write().await {
+                            Ok(Landed::Lost(found)) if step.is_early(found.as_ref()) => {}
+                            _ => break,
                         }
                     }
                 }
-                Ok(Landed::Lost(_)) => {}
-                Err(_) => drop(through.counters.given_up.fetch_add(1, Ordering::Relaxed)),
+                _ => {}
             }
         });
     }
@@ -445,6 +465,8 @@ struct Entering<'a> {
     through: &'a Arc<Through>,
     frame: &'a Frame,
     token: Token,
+    /// The token that it takes over from, if any.
+    seen: Option<Token>,
     permit: Option<Permit>,
     /// Whether the tier may have the claim.
     was_asked: bool,
@@ -455,9 +477,26 @@ impl Drop for Entering<'_> {
         let Some(permit) = self.permit.take() else { return };
         // First: the next local caller asks the tier itself, and waits there until this has landed.
         if self.was_asked {
-            self.through.write_later(self.frame.clone(), self.token, Unwritten::Withdraw);
+            let step = Unwritten::Withdraw(self.seen);
+            self.through.write_later(self.frame.clone(), self.token, step);
         }
         let _ = permit.release();
+    }
+}
+
+/// A step that is told to the tier in the background. Dropped before it is over, because the runtime
+/// has ended, or after all attempts, it is given up: the claim lapses with its owner (T7).
+struct Telling {
+    through: Arc<Through>,
+    is_over: bool,
+}
+
+impl Drop for Telling {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.through.unwritten.fetch_sub(1, Ordering::Relaxed);
+            self.through.counters.given_up.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 

@@ -1,6 +1,12 @@
 //! What the work holds of its claim.
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -34,6 +40,7 @@ struct Shared {
 struct Link {
     through: Arc<Through>,
     is_in_tier: bool,
+    has_checkpoint: Arc<AtomicBool>,
 }
 
 /// What stands in the work's transaction.
@@ -81,7 +88,11 @@ impl Job {
 
     pub(super) fn in_tier(owned: &mut Owned, index: usize) -> Self {
         let checkpoint = owned.take_checkpoint();
-        let link = Link { through: Arc::clone(owned.through()), is_in_tier: owned.is_in_tier() };
+        let link = Link {
+            through: Arc::clone(owned.through()),
+            is_in_tier: owned.is_in_tier(),
+            has_checkpoint: Arc::clone(owned.has_checkpoint()),
+        };
         Self::new(owned.identity(), owned.token(), index, Some(link), checkpoint)
     }
 
@@ -151,17 +162,23 @@ impl Job {
     /// Leaves `bytes` in the tier for the next owner, should this one vanish: it can go on where this
     /// one stopped. They take the place of what was left before.
     ///
-    /// They end with the claim: after [`Retry`](super::Verdict::Retry) the next owner begins at the
-    /// beginning. So give each step a key of its own ([`downstream`](Self::downstream)), by which a
-    /// step that is made again is known.
+    /// They stay until the key is completed or resolved: with [`Lapse::TakeOver`](crate::Lapse) they
+    /// go to the next owner after [`Retry`](super::Verdict::Retry) too, and until then the key takes
+    /// no other fingerprint. With [`Lapse::Hold`](crate::Lapse) `Retry` ends them, because what has
+    /// lapsed is held there, and the next owner begins at the beginning.
+    ///
+    /// The step that was cut off may be made again. Give each a key of its own
+    /// ([`downstream`](Self::downstream)), by which that is known.
     ///
     /// # Errors
     ///
     /// [`JobError`]; with [`JobError::Lost`], stop.
     pub async fn checkpoint(&self, bytes: impl Into<Bytes>) -> Result<(), JobError> {
-        let through = self.tier()?;
+        let Link { through, has_checkpoint, .. } = self.tier()?;
         let id = self.identity();
         let step = through.tier.checkpoint(id, self.token(), bytes.into());
+        // Before the step: it may be done though its answer is lost.
+        has_checkpoint.store(true, Ordering::Relaxed);
         match through.ask(step).await.map_err(JobError::Tier)? {
             Landed::Done => Ok(()),
             Landed::Lost(_) => Err(JobError::Lost),
@@ -195,7 +212,7 @@ impl Job {
         transaction: &mut impl Transaction,
         outcome: Outcome,
     ) -> Result<(), JobError> {
-        let through = self.tier()?;
+        let Link { through, .. } = self.tier()?;
         let id = self.identity();
         let since = Instant::now();
         let retention = through.settings.retention;
@@ -216,9 +233,8 @@ impl Job {
         self.shared.staged.lock().take()
     }
 
-    fn tier(&self) -> Result<&Arc<Through>, JobError> {
-        let link = self.shared.tier.as_ref().filter(|link| link.is_in_tier);
-        link.map(|link| &link.through).ok_or(JobError::NoTier)
+    fn tier(&self) -> Result<&Link, JobError> {
+        self.shared.tier.as_ref().filter(|link| link.is_in_tier).ok_or(JobError::NoTier)
     }
 }
 

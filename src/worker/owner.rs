@@ -3,7 +3,7 @@
 //! Ground rules:
 //!
 //! 1. From a won claim on there is an [`Owner`], and it settles when dropped: what had not begun is
-//!    released; what stands in a transaction is found out; the rest is settled by `on_abandon` (R11).
+//!    given up; what stands in a transaction is found out; the rest is settled by `on_abandon` (R11).
 //! 2. What stands in a transaction decides, whatever the work says (T6).
 //! 3. What the work has said is told to the tier by a task of its own: a caller that leaves does
 //!    not cut it off.
@@ -16,6 +16,9 @@
 //! Unknown         hold                hold, unless it was committed
 //! panic, dropped  on_abandon          release, unless it was committed
 //! ```
+//!
+//! A release after a checkpoint is a lapse: the checkpoint goes to the next owner. Where a lapse is
+//! held (`Lapse::Hold`), it is a release.
 
 use std::sync::Arc;
 
@@ -28,7 +31,7 @@ use super::{
 use crate::{
     Completed, Outcome, Permit, Store,
     tier::{
-        Found, State, TieredPermit,
+        TieredPermit,
         owned::{Concluded, Owned, Stale},
     },
 };
@@ -84,7 +87,8 @@ impl Owner {
             Some(Claimed::Tier(owned)) => {
                 let staged = self.job.take_staged();
                 // Rule 3.
-                Settling::Task(tokio::spawn(settle_in_tier(*owned, staged, ending)))
+                let runtime = owned.through().runtime.clone();
+                Settling::Task(runtime.spawn(settle_in_tier(*owned, staged, ending)))
             }
         }
     }
@@ -168,7 +172,7 @@ async fn settle_in_tier(
             Err(RunError::NotKept)
         }
         (Ending::Said(Verdict::Retry(cause)), None) => {
-            owned.release(None).await.map_err(lost)?;
+            owned.hand_on().await.map_err(lost)?;
             Err(RunError::Retry(cause))
         }
         (Ending::Said(Verdict::Unknown(cause)), None) => {
@@ -179,51 +183,41 @@ async fn settle_in_tier(
             owned.hold().await.map_err(lost)?;
             Err(RunError::Unknown(nothing_staged()))
         }
-        (Ending::Said(Verdict::Committed), Some(staged)) => {
-            conclude(owned, staged, true, nothing_staged()).await
+        (Ending::Said(Verdict::Committed), Some(Staged { outcome, since })) => {
+            let concluded = owned.conclude(Some(outcome.clone()), since, true).await;
+            concluded_as(concluded, outcome, RunError::Retry(nothing_staged()))
         }
-        (Ending::Said(Verdict::Retry(cause)), Some(staged)) => {
-            conclude(owned, staged, false, cause).await
+        (Ending::Said(Verdict::Retry(cause)), Some(Staged { outcome, since })) => {
+            let concluded = owned.conclude(Some(outcome.clone()), since, false).await;
+            concluded_as(concluded, outcome, RunError::Retry(cause))
         }
-        (Ending::Said(Verdict::Unknown(cause)), Some(staged)) => {
-            hold_or_find(owned, staged, cause).await
-        }
-        (Ending::Said(Verdict::Done(_)) | Ending::NotKept, Some(staged)) => {
-            let cause = "the work said `Done`, but the transaction that it completed the key in was \
-                         rolled back; after the commit, say `Committed`";
-            hold_or_find(owned, staged, text(cause)).await
+        (ending, Some(Staged { outcome, since })) => {
+            let cause = match ending {
+                Ending::Said(Verdict::Unknown(cause)) => cause,
+                _ => text(
+                    "the work said `Done`, but the transaction that it completed the key in was \
+                     rolled back; after the commit, say `Committed`",
+                ),
+            };
+            let concluded = owned.hold_unless_committed(Some(outcome.clone()), since).await;
+            concluded_as(concluded, outcome, RunError::Unknown(cause))
         }
     }
 }
 
-/// Publishes what was committed; gives the key up if it was rolled back.
-async fn conclude(
-    owned: Owned,
-    staged: Staged,
-    is_committed: bool,
-    cause: Cause,
+/// What the caller is told of a transaction.
+fn concluded_as(
+    concluded: Concluded,
+    outcome: Outcome,
+    rolled_back: RunError,
 ) -> Result<Ran, RunError> {
-    let Staged { outcome, since } = staged;
-    match owned.conclude(Some(outcome.clone()), since, is_committed).await {
+    match concluded {
         Concluded::Committed(completed) => Ok(first(outcome, completed)),
-        Concluded::RolledBack => Err(RunError::Retry(cause)),
+        Concluded::RolledBack => Err(rolled_back),
         Concluded::Lost => Err(RunError::Lost(Some(outcome))),
         // It is found out in the background.
         Concluded::Unknown => Err(RunError::InFlight),
     }
-}
-
-/// Holds the key, unless the transaction was committed. The step waits for it.
-async fn hold_or_find(owned: Owned, staged: Staged, cause: Cause) -> Result<Ran, RunError> {
-    let token = owned.token();
-    let Err(stale) = owned.hold().await else { return Err(RunError::Unknown(cause)) };
-    let committed = |found: &Found| {
-        found.token == token && matches!(found.state, State::Completed(_) | State::NotKept)
-    };
-    if stale.found.as_deref().is_some_and(committed) {
-        return Ok(Ran { outcome: staged.outcome, replayed: false, kept: true });
-    }
-    Err(RunError::Lost(Some(staged.outcome)))
 }
 
 fn first(outcome: Outcome, completed: Completed) -> Ran {
