@@ -11,6 +11,7 @@ mod tiers;
 
 use std::{
     future::Future,
+    pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll, Waker},
     time::Duration,
@@ -97,6 +98,11 @@ fn wire() -> Wire {
 
 async fn state(tier: &Wire, key: &str) -> Option<State> {
     tier.tier.look_up(id(key)).await.unwrap().map(|found| found.state)
+}
+
+/// Polls once.
+fn poll<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
+    future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
 /// Until `done`, a step of a tenth of a second each.
@@ -731,4 +737,64 @@ async fn t6_who_has_lost_the_claim_stages_nothing() {
     }
     drop(tx);
     second.complete(outcome("b")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn r05_a_mismatch_with_a_claim_on_its_way_to_the_tier_is_none_yet() {
+    let tier = wire();
+    let a = node(&tier, Lapse::Hold).await;
+    a.claim(&id("k"), same()).await.won().complete(outcome("a")).await.unwrap();
+    // A cold node, and a way to the tier that is long.
+    let slow = Wire::to(Arc::clone(&tier.tier));
+    let b = node(&slow, Lapse::Hold).await;
+    slow.claims_wait();
+    let on_its_way = slow.row.clone().lock_owned().await;
+    let claims = b.clone();
+    let wrong = tokio::spawn(async move { claims.claim(&id("k"), other()).await });
+    sleep(Duration::from_millis(1)).await;
+    let claims = b.clone();
+    let right = tokio::spawn(async move { claims.claim(&id("k"), same()).await });
+    sleep(SECOND).await;
+    assert!(!right.is_finished() && !wrong.is_finished());
+    drop(on_its_way);
+    assert_eq!(right.await.unwrap().replayed(), outcome("a"));
+    assert!(matches!(wrong.await.unwrap(), Ok(TieredClaim::Mismatch)));
+
+    // Once it is there it is one, at once.
+    let _owner = b.claim(&id("l"), same()).await.won();
+    let asked = Instant::now();
+    assert!(matches!(b.claim(&id("l"), other()).await, Ok(TieredClaim::Mismatch)));
+    assert_eq!(asked.elapsed(), Duration::ZERO);
+
+    // Nor is it one to who waited for another, and finds it in its place.
+    let owner = b.claim(&id("n"), same()).await.won();
+    let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("n"), same()).await else { panic!() };
+    let mut waiter = pin!(pending.wait());
+    assert!(poll(waiter.as_mut()).is_pending());
+    // An operator forgets it, here alone: in the tier it is completed meanwhile.
+    b.store().forget_forced(&id("n"));
+    let _ = tier.tier.complete(id("n"), owner.token(), Some(&outcome("n")), DAY).await.unwrap();
+    let on_its_way = slow.row.clone().lock_owned().await;
+    let n = id("n");
+    let mut wrong = pin!(b.claim(&n, other()));
+    assert!(poll(wrong.as_mut()).is_pending());
+    let release = async {
+        sleep(SECOND).await;
+        drop(on_its_way);
+    };
+    let (told, wrong, ()) = tokio::join!(waiter, wrong, release);
+    assert!(matches!(told, Ok(TieredSettled::Completed(_))), "{told:?}");
+    assert!(matches!(wrong, Ok(TieredClaim::Mismatch)), "{wrong:?}");
+
+    // While the tier is down nobody knows.
+    let _on_its_way = slow.row.clone().lock_owned().await;
+    let o = id("o");
+    let mut lost = pin!(b.claim(&o, other()));
+    for _ in 0..5 {
+        assert!(poll(lost.as_mut()).is_pending());
+        tokio::task::yield_now().await;
+    }
+    slow.becomes(Weather::Down);
+    let met = b.claim(&o, same()).await;
+    assert!(matches!(met, Err(TieredError::Unavailable { .. })), "{met:?}");
 }

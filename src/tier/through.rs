@@ -38,8 +38,8 @@ use super::{
     owned::Owned, stats::Counters,
 };
 use crate::{
-    Abandon, Completed, Fingerprint, Identity, Lapse, Outcome, Permit, Replay, Scheme, Store,
-    Token, identity::Frame,
+    Abandon, Completed, EntryState, Fingerprint, Identity, Lapse, Outcome, Permit, Replay, Scheme,
+    Store, Token, identity::Frame,
 };
 
 /// How often a takeover or a claim is tried again that another node was faster with.
@@ -47,6 +47,9 @@ const TRIES: usize = 8;
 
 /// How long memory answers "outcome unknown" for an identity that the tier holds, without asking.
 const HELD: Duration = Duration::from_secs(1);
+
+/// When to look again whether a claim of another has got to the tier.
+const ON_ITS_WAY: Duration = Duration::from_millis(20);
 
 /// When a claim that was not answered is looked for again, after it was not there: a connection that
 /// was given up may deliver it late. Later than that it is held when its `max_run` ends.
@@ -105,6 +108,18 @@ pub(crate) enum Entered {
     /// Another node runs it. A watcher keeps the memory's permit: claim in memory, and wait there.
     Elsewhere,
     /// The tier did not answer. Nothing runs.
+    Unavailable {
+        error: TierError,
+        retry_after: Duration,
+    },
+}
+
+/// What a mismatch that memory has told stands for.
+#[derive(Debug)]
+pub(crate) enum Judged {
+    Mismatch,
+    /// It is not known yet, or memory has changed: claim again.
+    Again,
     Unavailable {
         error: TierError,
         retry_after: Duration,
@@ -313,6 +328,37 @@ impl Through {
         }
         // Others were faster each time: an owner runs somewhere, or has just ended.
         self.shut_out(entering, TierError::unavailable("the identity changes hands all the time"))
+    }
+
+    /// Judges a mismatch that memory has told (R5). As long as the claim there is on its way to the
+    /// tier, only the tier knows whose the identity is: it may have the other one's outcome. `since`
+    /// is when the caller was told of it first.
+    pub(crate) async fn judge(
+        &self,
+        id: Identity<'_>,
+        own: Fingerprint,
+        mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+        since: Instant,
+    ) -> Judged {
+        match self.store.look_up(&id) {
+            Some(entry) if entry.state == EntryState::InFlight => {}
+            Some(_) => return Judged::Mismatch,
+            None => return Judged::Again,
+        }
+        let error = match self.ask(self.tier.look_up(id)).await {
+            Ok(Some(found)) if fits(own, found.fingerprint, &mut translate) == Some(false) => {
+                return Judged::Mismatch;
+            }
+            Ok(_) if since.elapsed() < self.settings.answer_within => {
+                sleep(jittered(ON_ITS_WAY)).await;
+                return Judged::Again;
+            }
+            Ok(_) => TierError::unavailable("another claim of the key is on its way to the tier"),
+            // There memory alone decides.
+            Err(TierError::Unavailable(_)) if self.settings.fail_open => return Judged::Mismatch,
+            Err(error) => error,
+        };
+        Judged::Unavailable { error, retry_after: self.circuit.retry_after() }
     }
 
     /// Puts what the tier knows into memory, for no longer than the tier keeps it.

@@ -7,12 +7,13 @@ use std::{
 };
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use super::{
     Forgotten, Found, Landed, Resolved, StageError, Staged, Tier, TierError, Transaction,
     owned::{Owned, Stale},
     stats::TierStats,
-    through::{self, Entered, Settings, Through},
+    through::{self, Entered, Judged, Settings, Through},
 };
 use crate::{
     Claim, ClaimError, Completed, Fingerprint, Identity, Lapse, Outcome, Pending, Replay, Scheme,
@@ -187,6 +188,7 @@ impl Tiered {
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
     ) -> Result<TieredClaim, TieredError> {
+        let mut doubted = None;
         loop {
             let through = &self.through;
             let claim = match through.store.claim_with(id, fingerprint, &mut translate)? {
@@ -204,7 +206,16 @@ impl Tiered {
                 },
                 Claim::Replay(replay) => TieredClaim::Replay(replay),
                 Claim::NotKept => TieredClaim::NotKept,
-                Claim::Mismatch => TieredClaim::Mismatch,
+                Claim::Mismatch => {
+                    let since = *doubted.get_or_insert_with(Instant::now);
+                    match through.judge(*id, fingerprint, &mut translate, since).await {
+                        Judged::Mismatch => TieredClaim::Mismatch,
+                        Judged::Again => continue,
+                        Judged::Unavailable { error, retry_after } => {
+                            return Err(TieredError::Unavailable { error, retry_after });
+                        }
+                    }
+                }
                 Claim::Held => TieredClaim::Held,
                 Claim::InFlight(pending) => {
                     let through = Arc::clone(through);
@@ -369,25 +380,30 @@ impl TieredPending {
             let fingerprint = pending.fingerprint();
             let settled = pending.wait().await;
             let permit = match settled {
-                Settled::Yours(permit) => permit,
+                Settled::Yours(permit) => Some(permit),
+                // Of a claim that may be on its way to the tier yet.
+                Settled::Mismatch => None,
                 Settled::Completed(replay) => return Ok(TieredSettled::Completed(replay)),
                 Settled::Answered(outcome) => return Ok(TieredSettled::Answered(outcome)),
                 Settled::NotKept => return Ok(TieredSettled::NotKept),
-                Settled::Mismatch => return Ok(TieredSettled::Mismatch),
                 Settled::Held => return Ok(TieredSettled::Held),
                 Settled::TooMany => return Ok(TieredSettled::TooMany),
                 Settled::Refused(error) => return Err(error.into()),
             };
-            match through.enter(permit, |_| None).await {
-                Entered::Yours(owned) => return Ok(TieredSettled::Yours(TieredPermit { owned })),
-                Entered::Replay(replay) => return Ok(TieredSettled::Completed(replay)),
-                Entered::NotKept => return Ok(TieredSettled::NotKept),
-                Entered::Mismatch => return Ok(TieredSettled::Mismatch),
-                Entered::Held => return Ok(TieredSettled::Held),
-                Entered::Unavailable { error, retry_after } => {
-                    return Err(TieredError::Unavailable { error, retry_after });
+            if let Some(permit) = permit {
+                match through.enter(permit, |_| None).await {
+                    Entered::Yours(owned) => {
+                        return Ok(TieredSettled::Yours(TieredPermit { owned }));
+                    }
+                    Entered::Replay(replay) => return Ok(TieredSettled::Completed(replay)),
+                    Entered::NotKept => return Ok(TieredSettled::NotKept),
+                    Entered::Mismatch => return Ok(TieredSettled::Mismatch),
+                    Entered::Held => return Ok(TieredSettled::Held),
+                    Entered::Unavailable { error, retry_after } => {
+                        return Err(TieredError::Unavailable { error, retry_after });
+                    }
+                    Entered::Elsewhere => {}
                 }
-                Entered::Elsewhere => {}
             }
             let id = Identity::new(&account, &endpoint, &key);
             let Ok(id) = id else { return Ok(TieredSettled::Held) };
