@@ -560,6 +560,41 @@ async fn a_batch_claims_what_stands_in_it_twice_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn each_place_of_a_batch_is_answered_though_others_stand_twice() {
+    for (worker, _) in both().await {
+        let owner = worker.clone();
+        tokio::spawn(async move {
+            let work = |_| async {
+                sleep(SECOND).await;
+                done("other")
+            };
+            owner.run(&id("waits"), fp("b"), work).await
+        });
+        let held = worker.run(&id("held"), fp("b"), |_| async { Verdict::unknown("cut") }).await;
+        assert!(held.is_err());
+        worker.run(&id("used"), fp("b"), |_| async { done("used") }).await.unwrap();
+        settle().await;
+        let keys = ["waits", "waits", "a", "held", "a", "used", "b", "held", "waits", "c", "b"];
+        let attempts = keys.map(|key| (id(key), fp(if key == "used" { "c" } else { "b" })));
+        let answers = worker.run_each(attempts, places).await;
+        let expected = [
+            "other replayed",
+            "other replayed",
+            "2 ran",
+            "Held",
+            "2 replayed",
+            "Mismatch",
+            "6 ran",
+            "Held",
+            "other replayed",
+            "9 ran",
+            "6 replayed",
+        ];
+        assert_eq!(told(&answers), expected);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn each_of_a_batch_ends_as_the_work_says_and_what_it_says_nothing_of_is_held() {
     for (worker, _) in both().await {
         let attempts = batch(&[("a", "b"), ("b", "b"), ("c", "b"), ("b", "b"), ("d", "b")]);

@@ -28,7 +28,7 @@ use oncekey::{
     tier::{MemoryTier, NewClaim, State, Tiered},
     worker::{Disposition, Job, RunError, Verdict, Worker, disposition},
 };
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use common::{until, watchdog};
 use tiers::{Tx, Weather, Wire};
@@ -307,4 +307,45 @@ async fn t6_a_transaction_that_is_still_open_is_in_flight_whatever_the_work_says
             false => assert_eq!(text(&next.unwrap()), "next"),
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn r13_an_attempt_whose_claim_is_cut_off_shuts_no_key() {
+    // It waits, becomes the next owner, and the tier does not answer until its limit is over.
+    let wire = wire();
+    let tiered = node(&wire).await;
+    let owner = tiered.clone();
+    let running = tokio::spawn(async move {
+        let work = |_| async {
+            sleep(8 * SECOND).await;
+            Verdict::retry("closed")
+        };
+        owner.run(&id("k"), fp("b"), work).await
+    });
+    settle().await;
+    let waits = Worker::from(tiered.clone());
+    let started = Instant::now();
+    let waits = tokio::spawn(async move { waits.run(&id("k"), fp("b"), never).await });
+    sleep(7 * SECOND).await;
+    // The claim gets there when nobody waits for its answer any more.
+    *wire.late.lock().unwrap() = Some(5 * SECOND);
+    let told = waits.await.unwrap();
+    assert!(matches!(told, Err(RunError::InFlight)), "{told:?}");
+    assert_eq!(started.elapsed().as_secs(), 10);
+    *wire.late.lock().unwrap() = None;
+    assert!(running.await.unwrap().is_err());
+    sleep(LEASE).await;
+    assert_eq!(state(&wire, "k").await, None);
+
+    // No limit bounds the claim itself; the tier has one for its answer.
+    wire.becomes(Weather::Still);
+    let impatient = Worker::from(tiered.clone()).wait_limit(Duration::ZERO);
+    let started = Instant::now();
+    let told = impatient.run(&id("k"), fp("b"), never).await;
+    assert!(matches!(told, Err(RunError::Unavailable { .. })), "{told:?}");
+    assert_eq!(started.elapsed().as_secs(), 5);
+    wire.becomes(Weather::Fair);
+    sleep(LEASE).await;
+    let ran = impatient.run(&id("k"), fp("b"), |_| async { done("1") }).await.unwrap();
+    assert!(!ran.replayed);
 }

@@ -18,71 +18,76 @@ use crate::{Fingerprint, Identity};
 /// How many claims of one batch are under way in a tier at a time.
 const AT_ONCE: usize = 64;
 
-/// One that stands once or several times in a batch: the first place where it stands.
-type Attempt<'a> = (usize, Identity<'a>, Fingerprint);
+/// One that stands once or several times in a batch, by the first place where it stands. What is
+/// claimed, worked on and answered is known by that place, and by no other number.
+#[derive(Clone, Copy)]
+struct Attempt<'a> {
+    place: usize,
+    id: Identity<'a>,
+    fingerprint: Fingerprint,
+}
 
-/// An answer for each distinct attempt, as they come in.
 struct Batch<'a> {
+    /// The distinct ones, in order.
     attempts: Vec<Attempt<'a>>,
-    /// For each place in the batch, which of `attempts` it is.
-    places: Vec<usize>,
+    /// For each place, the first one where the same stands.
+    firsts: Vec<usize>,
+    /// For each place; those that are no first ones have none.
     answers: Vec<Option<Result<Ran, RunError>>>,
 }
 
-/// What was claimed and is not answered yet, by its number among the distinct attempts.
+/// What was claimed and is not answered yet.
 #[derive(Default)]
-struct Open {
+struct Open<'a> {
     owners: Vec<(usize, Owner)>,
-    waits: Vec<(usize, Waits)>,
+    waits: Vec<(Attempt<'a>, Waits)>,
 }
 
 impl<'a> Batch<'a> {
     fn of(attempts: impl IntoIterator<Item = (Identity<'a>, Fingerprint)>) -> Self {
         let mut seen = HashMap::new();
-        let mut batch = Self { attempts: Vec::new(), places: Vec::new(), answers: Vec::new() };
+        let mut batch = Self { attempts: Vec::new(), firsts: Vec::new(), answers: Vec::new() };
         for (place, (id, fingerprint)) in attempts.into_iter().enumerate() {
             let (scheme, digest) = (fingerprint.scheme().id(), *fingerprint.digest());
             let name = (id.account(), id.endpoint(), id.key(), scheme, digest);
-            let number = *seen.entry(name).or_insert_with(|| {
-                batch.attempts.push((place, id, fingerprint));
-                batch.answers.push(None);
-                batch.attempts.len() - 1
-            });
-            batch.places.push(number);
+            let first = *seen.entry(name).or_insert(place);
+            if first == place {
+                batch.attempts.push(Attempt { place, id, fingerprint });
+            }
+            batch.firsts.push(first);
+            batch.answers.push(None);
         }
         batch
     }
 
     /// What is answered by its claim is answered; the rest is open.
-    fn sort(&mut self, met: Vec<Met>) -> Open {
+    fn sort(&mut self, met: Vec<Met>) -> Open<'a> {
         let mut open = Open::default();
-        for (number, met) in met.into_iter().enumerate() {
+        for (attempt, met) in self.attempts.iter().zip(met) {
             match met {
-                Met::Own(owner) => open.owners.push((number, owner)),
-                Met::Waits(waits) => open.waits.push((number, waits)),
-                Met::Over(told) => self.answers[number] = Some(told),
+                Met::Own(owner) => open.owners.push((attempt.place, owner)),
+                Met::Waits(waits) => open.waits.push((*attempt, waits)),
+                Met::Over(told) => self.answers[attempt.place] = Some(told),
             }
         }
         open
     }
 
-    fn answer(&mut self, number: usize, told: Result<Ran, RunError>) {
-        self.answers[number] = Some(told);
+    fn answer(&mut self, place: usize, told: Result<Ran, RunError>) {
+        self.answers[place] = Some(told);
     }
 
     /// An answer for each place, in order.
     fn finish(self) -> Vec<Result<Ran, RunError>> {
-        let Self { attempts, places, answers } = self;
-        let answer = |(place, number): (usize, usize)| {
-            let told = answers[number].clone().unwrap_or(Err(RunError::InFlight));
-            let is_first = attempts[number].0 == place;
-            told.map(|ran| Ran { replayed: ran.replayed || !is_first, ..ran })
+        let answer = |(place, first): (usize, usize)| {
+            let told = self.answers[first].clone().unwrap_or(Err(RunError::InFlight));
+            told.map(|ran| Ran { replayed: ran.replayed || first != place, ..ran })
         };
-        places.into_iter().enumerate().map(answer).collect()
+        self.firsts.iter().copied().enumerate().map(answer).collect()
     }
 }
 
-impl Open {
+impl Open<'_> {
     fn begin(&mut self) -> Vec<Job> {
         self.owners.iter_mut().map(|(_, owner)| owner.begin()).collect()
     }
@@ -91,8 +96,8 @@ impl Open {
     fn settle(&mut self, said: Vec<Verdict>) -> Vec<(usize, Settling)> {
         let silent = || Verdict::unknown("the work returned fewer verdicts than it was given jobs");
         let said = said.into_iter().chain(std::iter::repeat_with(silent));
-        let settle = |((number, owner), said): ((usize, Owner), Verdict)| {
-            (number, owner.settle(Ending::Said(said)))
+        let settle = |((place, owner), said): ((usize, Owner), Verdict)| {
+            (place, owner.settle(Ending::Said(said)))
         };
         self.owners.drain(..).zip(said).map(settle).collect()
     }
@@ -111,7 +116,7 @@ impl Worker {
     /// [`wait_limit`](Self::wait_limit) for all together; if its owner gives it up meanwhile, it is
     /// [`RunError::Retry`].
     ///
-    /// If the future is dropped, or the work panics: what was claimed and not begun is released, what
+    /// If the future is dropped, or the work panics: what was claimed and not begun is given up, what
     /// was begun is settled by `on_abandon`, all of the batch. If the work returns too few verdicts,
     /// the last ones are held.
     ///
@@ -153,12 +158,12 @@ impl Worker {
         let mut open = batch.sort(self.claim_each(&batch.attempts).await);
         if !open.owners.is_empty() {
             let said = work(open.begin()).await;
-            for (number, settling) in open.settle(said) {
-                batch.answer(number, settling.done().await);
+            for (place, settling) in open.settle(said) {
+                batch.answer(place, settling.done().await);
             }
         }
-        for (number, told) in self.wait_each(&batch.attempts, open.waits).await {
-            batch.answer(number, told);
+        for (place, told) in self.wait_each(open.waits).await {
+            batch.answer(place, told);
         }
         batch.finish()
     }
@@ -185,24 +190,22 @@ impl Worker {
         let mut open = batch.sort(met);
         if !open.owners.is_empty() {
             let said = work(open.begin());
-            for (number, settling) in open.settle(said) {
-                batch.answer(number, self.await_blocking(settling));
+            for (place, settling) in open.settle(said) {
+                batch.answer(place, self.await_blocking(settling));
             }
         }
         let told = match &self.backing {
             Backing::Memory(store) => {
                 let deadline = Deadline::after(self.wait_limit);
-                let wait = |(number, waits): (usize, Waits)| {
-                    (number, given_up_if_owned(wait_blocking(store, waits, deadline, number)))
+                let wait = |(Attempt { place, .. }, waits): (Attempt<'_>, Waits)| {
+                    (place, given_up_if_owned(wait_blocking(store, waits, deadline, place)))
                 };
                 open.waits.into_iter().map(wait).collect()
             }
-            Backing::Tier(tiered) => {
-                tiered.runtime().block_on(self.wait_each(&batch.attempts, open.waits))
-            }
+            Backing::Tier(tiered) => tiered.runtime().block_on(self.wait_each(open.waits)),
         };
-        for (number, told) in told {
-            batch.answer(number, told);
+        for (place, told) in told {
+            batch.answer(place, told);
         }
         batch.finish()
     }
@@ -211,7 +214,7 @@ impl Worker {
         match &self.backing {
             Backing::Memory(_) => self.claim_each_in_memory(attempts),
             tier @ Backing::Tier(_) => {
-                let claim = |(place, id, fingerprint)| async move {
+                let claim = |Attempt { place, id, fingerprint }| async move {
                     tier.claim(&id, fingerprint, place).await
                 };
                 // Collected, so that no future borrows from the iterator.
@@ -223,20 +226,19 @@ impl Worker {
 
     fn claim_each_in_memory(&self, attempts: &[Attempt<'_>]) -> Vec<Met> {
         let Backing::Memory(store) = &self.backing else { return Vec::new() };
-        let claims = store.claim_each(attempts.iter().map(|&(_, id, fp)| (id, fp)));
-        let places = attempts.iter().map(|&(place, ..)| place);
+        let claims = store.claim_each(attempts.iter().map(|it| (it.id, it.fingerprint)));
+        let places = attempts.iter().map(|it| it.place);
         claims.into_iter().zip(places).map(|(claim, place)| met(store, claim, place)).collect()
     }
 
     /// Waits for the owners of all that others run, at the same time.
-    async fn wait_each(
+    async fn wait_each<'a>(
         &self,
-        attempts: &[Attempt<'_>],
-        waits: Vec<(usize, Waits)>,
+        waits: Vec<(Attempt<'a>, Waits)>,
     ) -> Vec<(usize, Result<Ran, RunError>)> {
         let deadline = Deadline::after(self.wait_limit);
-        let wait = |(number, mut waits): (usize, Waits)| async move {
-            let (place, id, fingerprint) = attempts[number];
+        let wait = |(attempt, mut waits): (Attempt<'a>, Waits)| async move {
+            let Attempt { place, id, fingerprint } = attempt;
             loop {
                 let met = match self.backing.wait(waits, deadline, place).await {
                     Some(met) => met,
@@ -244,7 +246,7 @@ impl Worker {
                 };
                 match met {
                     Met::Waits(next) => waits = next,
-                    met => return (number, given_up_if_owned(met)),
+                    met => return (place, given_up_if_owned(met)),
                 }
             }
         };
@@ -252,7 +254,7 @@ impl Worker {
     }
 }
 
-/// The batch's work was done: what it comes to own now goes to the next (dropping releases it).
+/// The batch's work was done: what it comes to own now goes to the next (dropping gives it up).
 fn given_up_if_owned(met: Met) -> Result<Ran, RunError> {
     match met {
         Met::Over(told) => told,

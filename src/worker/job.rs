@@ -154,7 +154,8 @@ impl Job {
     }
 
     /// What an owner before this one has left by [`checkpoint`](Self::checkpoint), once; nothing if it
-    /// left nothing, or if the key was not taken over.
+    /// left nothing, or if the key was not taken over. Not taken here, it stays in the tier for the
+    /// owner after this one.
     pub fn take_checkpoint(&self) -> Option<Bytes> {
         self.shared.checkpoint.lock().take()
     }
@@ -169,6 +170,36 @@ impl Job {
     ///
     /// The step that was cut off may be made again. Give each a key of its own
     /// ([`downstream`](Self::downstream)), by which that is known.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # use oncekey::{Fingerprint, Identity, Lapse, Outcome, Store, worker::Verdict};
+    /// # use oncekey::tier::{MemoryTier, Tiered};
+    /// # let store = Store::builder().build()?;
+    /// # let id = Identity::new("acct_42", "charge", "invoice-7")?;
+    /// # let fp = Fingerprint::request("", "charge", b"1200 usd");
+    /// let tiered = Tiered::open(store, MemoryTier::new(), Lapse::TakeOver).await?;
+    /// let refused = tiered
+    ///     .run(&id, fp, |job| async move {
+    ///         // reserve the amount ..
+    ///         match job.checkpoint("reserved").await {
+    ///             Ok(()) => Verdict::retry("the bank is closed"),
+    ///             Err(error) => Verdict::unknown(error),
+    ///         }
+    ///     })
+    ///     .await;
+    /// assert!(refused.is_err());
+    /// let ran = tiered
+    ///     .run(&id, fp, |job| async move {
+    ///         assert_eq!(job.take_checkpoint().as_deref(), Some(&b"reserved"[..]));
+    ///         Verdict::Done(Outcome::new(200).body("ch_1"))
+    ///     })
+    ///     .await?;
+    /// assert_eq!(&ran.outcome.bytes()[..], b"ch_1");
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -194,7 +225,8 @@ impl Job {
     /// published. After a panic or a dropped future, and after `Retry`, as when the answer to the commit
     /// was lost, a write that waits for the transaction finds out: committed, the key is completed;
     /// rolled back, it is released. After `Unknown` or `Done` it finds out too, and what was rolled
-    /// back is held. So all that the work does should be in that transaction.
+    /// back is held. So all that the work does should be in that transaction. As long as it is open,
+    /// the caller is told [`RunError::InFlight`](super::RunError::InFlight).
     ///
     /// ```text
     /// let mut tx = pool.begin().await?;

@@ -18,6 +18,7 @@
 //! | time | how long | where it is set |
 //! |---|---|---|
 //! | waiting for another owner | 10 s | [`Worker::wait_limit`] |
+//! | an answer of the tier, to a claim above all | 5 s | [`TieredBuilder::answer_within`](crate::tier::TieredBuilder::answer_within) |
 //! | the work, before its key is held | 15 min | [`StoreBuilder::max_run`](crate::StoreBuilder::max_run); the work is not cut off, and its completion still settles the key |
 //! | a process that shows no sign of life | 60 s | [`StoreBuilder::lease`](crate::StoreBuilder::lease); renewed while the work runs, however long it takes |
 //! | an outcome, or a hold | 24 h | [`StoreBuilder::retention`](crate::StoreBuilder::retention); longer than the queue may redeliver |
@@ -109,10 +110,16 @@ impl Worker {
     }
 
     /// How long an attempt waits for another owner of its key; then it is [`RunError::InFlight`].
-    /// Zero: it does not wait.
+    /// Zero: it does not wait. A batch waits so long for all of its attempts together, after its work.
     ///
     /// Default 10 s: most work has ended by then, and a consumer does not stand still for longer
     /// because of one message. More than 30 years is clamped.
+    ///
+    /// It bounds the waiting and what is asked of a tier in the end of it. It does not bound the
+    /// claim, which comes first, else a limit of zero would let nothing run: each answer of a tier
+    /// may take [`TieredBuilder::answer_within`](crate::tier::TieredBuilder::answer_within) (5 s),
+    /// then it is [`RunError::Unavailable`]. Nor does it bound the work. A claim that is cut off is
+    /// given up, so that it shuts the key for nobody.
     #[must_use]
     pub fn wait_limit(mut self, limit: Duration) -> Self {
         self.wait_limit = limit;
@@ -127,7 +134,9 @@ impl Worker {
     /// The lease is renewed as long as the work runs in a process that lives. If the work panics or
     /// this future is dropped in the middle of it,
     /// [`on_abandon`](crate::StoreBuilder::on_abandon) decides: by default the key is held, because
-    /// nobody knows how far it came. Dropped before the work has begun, it leaves nothing behind.
+    /// nobody knows how far it came. Dropped before the work has begun, it leaves nothing behind, and
+    /// to the next owner what one that died has left ([`Job::checkpoint`]). It may be dropped on any
+    /// thread.
     /// Once the work has spoken, the key is settled whether or not anybody still waits for it.
     ///
     /// Waiting for other owners needs tokio's timers.

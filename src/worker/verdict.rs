@@ -41,7 +41,8 @@ pub enum Verdict<T = Outcome> {
     Committed,
     /// Nothing was done: the key is released, and the next attempt runs. Say it only of work that has
     /// had no effect, or of one whose every effect was in the transaction of
-    /// [`Job::complete_in`](super::Job::complete_in).
+    /// [`Job::complete_in`](super::Job::complete_in), or stands in what
+    /// [`Job::checkpoint`](super::Job::checkpoint) has left, which the next attempt gets.
     Retry(Cause),
     /// Nobody knows whether it was done: the key is held until an operator resolves it or its
     /// retention ends. It is not run again.
