@@ -19,13 +19,19 @@ mod postgres_server;
 #[path = "common/redis.rs"]
 mod redis_server;
 
-use std::{
-    collections::BTreeSet, os::unix::process::ExitStatusExt as _, path::PathBuf, process::Stdio,
-    time::Duration,
-};
+use std::{os::unix::process::ExitStatusExt as _, path::PathBuf, process::Stdio, time::Duration};
 
 use common::{Dice, watchdog_of};
-use redis::{aio::MultiplexedConnection, cmd};
+use oncekey::{
+    Fingerprint, Identity, Lapse, Store,
+    tier::{PostgresTier, Tiered, TieredClaim},
+};
+use redis::{
+    AsyncCommands as _,
+    aio::MultiplexedConnection,
+    cmd,
+    streams::{StreamId, StreamRangeReply},
+};
 use sqlx::{ConnectOptions as _, PgPool};
 use tokio::{
     process::{Child, Command},
@@ -76,8 +82,7 @@ impl Fleet {
         let dice = Dice::new(7);
         let mut fleet = Self { processes: Vec::new(), flags, dice, kills: 0, poisoned: 0 };
         for role in roles {
-            let process = fleet.spawn(role);
-            fleet.processes.push((role, process));
+            fleet.add(role);
         }
         fleet
     }
@@ -90,6 +95,11 @@ impl Fleet {
             .kill_on_drop(true)
             .spawn()
             .unwrap()
+    }
+
+    fn add(&mut self, role: &'static str) {
+        let process = self.spawn(role);
+        self.processes.push((role, process));
     }
 
     /// Kills one of them with -9, and puts another in its place.
@@ -208,8 +218,7 @@ impl Shop {
         let mut dice = Dice::new(11);
         let mut later: Vec<usize> = Vec::new();
         let message = |n: &usize| (format!("m-{n}"), (n + 1).to_string());
-        let bad = [("poison", "crash"), ("malformed", "a few")];
-        self.send(&bad.map(|(intent, cents)| (intent.to_owned(), cents.to_owned()))).await;
+        let mut bad = bad();
         for round in 0..deaths {
             let new = round * messages / deaths..(round + 1) * messages / deaths;
             let half = (new.start + new.len() / 2) as i64;
@@ -223,7 +232,12 @@ impl Shop {
             for last in (1..now.len()).rev() {
                 now.swap(last, dice.roll(last as u64 + 1) as usize);
             }
-            self.send(&now.iter().map(message).collect::<Vec<_>>()).await;
+            let mut now: Vec<_> = now.iter().map(message).collect();
+            // Among good ones, which are in one batch with them.
+            for bad in bad.drain(..) {
+                now.insert(dice.roll(now.len() as u64) as usize, bad);
+            }
+            self.send(&now).await;
             while self.count("SELECT count(*) FROM ledger").await < half {
                 self.fleet.revive();
                 sleep(Duration::from_millis(2)).await;
@@ -237,10 +251,21 @@ impl Shop {
         }
     }
 
-    async fn dead(&self) -> BTreeSet<String> {
-        let dead: Vec<String> =
+    /// What was set aside, in order; each as often as it was.
+    async fn dead(&mut self) -> Vec<String> {
+        let mut dead: Vec<String> =
             sqlx::query_scalar("SELECT intent FROM dead").fetch_all(&self.pool).await.unwrap();
-        dead.into_iter().collect()
+        let stream = match &mut self.line {
+            Line::Stream(redis) => Some(redis),
+            Line::Table(_) => self.stream.as_mut(),
+        };
+        if let Some(redis) = stream {
+            let entries: StreamRangeReply = redis.xrange_all("bookings:dead").await.unwrap();
+            let intent = |entry: StreamId| entry.get::<String>("intent").unwrap();
+            dead.extend(entries.ids.into_iter().map(intent));
+        }
+        dead.sort_unstable();
+        dead
     }
 
     fn say(&self, what: &str, since: Instant) {
@@ -257,7 +282,7 @@ impl Shop {
 
 /// A lease and a time to redeliver that are short; and what the work takes beside the database.
 fn flags(servers: &[String], others: &[&str]) -> Vec<String> {
-    let short = ["--lease-ms", "1000", "--redeliver-ms", "2000", "--max-deliveries", "5"];
+    let short = ["--lease-ms", "1000", "--redeliver-ms", "2000", "--max-attempts", "5"];
     let work = ["--work-ms", "5"];
     let text = short.iter().chain(&work).chain(others).map(|flag| (*flag).to_owned());
     servers.iter().cloned().chain(text).collect()
@@ -274,8 +299,18 @@ fn exactly_once(told: &Told) {
     assert_eq!(told.cents, messages * (messages + 1) / 2);
 }
 
-fn only_poison() -> BTreeSet<String> {
-    ["malformed", "poison"].map(str::to_owned).into()
+/// Messages that fail each time: one ends its worker, one panics, one has no amount, and one no key.
+fn bad() -> Vec<(String, String)> {
+    let no_key = "k".repeat(300);
+    [("poison", "crash"), ("panics", "panic"), ("malformed", "a few"), (&no_key, "1")]
+        .map(|(intent, cents)| (intent.to_owned(), cents.to_owned()))
+        .into()
+}
+
+fn only_bad() -> Vec<String> {
+    let mut bad: Vec<String> = bad().into_iter().map(|(intent, _)| intent).collect();
+    bad.sort_unstable();
+    bad
 }
 
 fn roles(role: &'static str) -> Vec<&'static str> {
@@ -298,7 +333,7 @@ async fn t7_workers_of_a_redis_stream_that_are_killed_book_each_message_once() {
     shop.storm().await;
     shop.say("stream", since);
     exactly_once(&shop.told("ledger").await);
-    assert_eq!(shop.dead().await, only_poison());
+    assert_eq!(shop.dead().await, only_bad());
     assert!(shop.fleet.poisoned >= 5, "it was delivered again after it had killed its worker");
 }
 
@@ -313,7 +348,7 @@ async fn t7_workers_of_a_postgres_queue_that_are_killed_book_each_message_once()
     shop.storm().await;
     shop.say("queue", since);
     exactly_once(&shop.told("ledger").await);
-    assert_eq!(shop.dead().await, only_poison());
+    assert_eq!(shop.dead().await, only_bad());
     assert!(shop.fleet.poisoned >= 5, "it was delivered again after it had killed its worker");
 }
 
@@ -336,7 +371,107 @@ async fn t6_orders_and_the_messages_about_them_are_there_once_though_all_are_kil
     shop.say("outbox", since);
     exactly_once(&shop.told("orders").await);
     exactly_once(&shop.told("ledger").await);
-    assert_eq!(shop.dead().await, only_poison());
+    assert_eq!(shop.dead().await, only_bad());
+}
+
+/// An entry behind many that a living consumer works on is found all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redis_stream_is_looked_through_to_its_end_for_what_was_left_behind() {
+    let Some(server) = postgres_server::Server::start(&[]) else { return };
+    if !redis_server::is_installed() {
+        return;
+    }
+    let _watchdog = watchdog_of(Duration::from_secs(120));
+    let redis = redis_server::Server::durable().await;
+    let servers = [&postgres(&server)[..], &["--redis".to_owned(), redis.url()]].concat();
+    // So long that those in work do not become idle meanwhile.
+    let flags = [servers, ["--redeliver-ms", "3600000"].map(str::to_owned).into()].concat();
+    let fleet = Fleet::start(&[], flags).await;
+    let line = Line::Stream(redis.connect().await);
+    let mut shop = Shop { pool: server.pool().await, fleet, line, stream: None, sent: 0 };
+    let messages: Vec<_> = (0..100).map(|n| (format!("m-{n}"), "1".to_owned())).collect();
+    shop.send(&messages).await;
+    let Line::Stream(line) = &mut shop.line else { unreachable!() };
+    let mut read = cmd("XREADGROUP");
+    read.arg(&["GROUP", "books", "busy", "COUNT", "100", "STREAMS", "bookings", ">"]);
+    let _: redis::Value = read.query_async(line).await.unwrap();
+    // The last was left behind long ago.
+    let entries: StreamRangeReply = line.xrange_all("bookings").await.unwrap();
+    let last = &entries.ids.last().unwrap().id;
+    let mut age = cmd("XCLAIM");
+    age.arg("bookings").arg("books").arg("busy").arg(0).arg(last).arg("IDLE").arg(7_200_000);
+    let _: redis::Value = age.query_async(line).await.unwrap();
+    shop.fleet.add("streams");
+    while shop.count("SELECT count(*) FROM ledger").await == 0 {
+        shop.fleet.revive();
+        sleep(Duration::from_millis(10)).await;
+    }
+    let booked: String =
+        sqlx::query_scalar("SELECT intent FROM ledger").fetch_one(&shop.pool).await.unwrap();
+    assert_eq!(booked, "m-99");
+}
+
+/// What is set aside is out of the queue, or neither. And a delivery whose work never began, because
+/// another owner was in the way, is no attempt.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_is_set_aside_whole_and_by_its_attempts() {
+    let Some(server) = postgres_server::Server::start(&[]) else { return };
+    let _watchdog = watchdog_of(Duration::from_secs(120));
+    let once = ["--max-attempts", "1"].map(str::to_owned);
+    let flags = [&postgres(&server)[..], &once].concat();
+    let fleet = Fleet::start(&[], flags).await;
+    let pool = server.pool().await;
+    let line = Line::Table("book");
+    let mut shop = Shop { pool, fleet, line, stream: None, sent: 0 };
+    // Nothing leaves the queue.
+    let shut = "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS
+                $$ BEGIN RAISE 'it may not leave'; END $$;
+                CREATE TRIGGER no BEFORE DELETE ON queue FOR EACH ROW EXECUTE FUNCTION no()";
+    sqlx::raw_sql(shut).execute(&shop.pool).await.unwrap();
+    let no_key = ("k".repeat(300), "1".to_owned());
+    shop.send(&[no_key.clone()]).await;
+    let status = Command::new(program())
+        .arg("queue")
+        .args(&shop.fleet.flags)
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .status()
+        .await
+        .unwrap();
+    assert!(!status.success(), "it cannot set the message aside");
+    assert_eq!(shop.dead().await, [""; 0]);
+    sqlx::raw_sql("DROP TRIGGER no ON queue").execute(&shop.pool).await.unwrap();
+
+    // An owner that does nothing for long, and a message that is delivered meanwhile.
+    let tier = PostgresTier::connect(shop.pool.clone()).await.unwrap();
+    let owner = Store::builder().build().unwrap();
+    let owner = Tiered::open(owner, tier, Lapse::TakeOver).await.unwrap();
+    let id = Identity::new("shop", "book", "slow").unwrap();
+    let claim = owner.claim(&id, Fingerprint::request("", "book", b"1")).await.unwrap();
+    let TieredClaim::Won(permit) = claim else { panic!("{claim:?}") };
+    shop.send(&[("slow".to_owned(), "1".to_owned())]).await;
+    shop.fleet.add("queue");
+    shop.fleet.add("queue");
+    // Two deliveries, to both: one attempt may be made.
+    let in_work = "SELECT count(*) FROM queue WHERE intent = 'slow' AND due > clock_timestamp()";
+    for delivery in 1..=2 {
+        while shop.count(in_work).await == 0 {
+            sleep(Duration::from_millis(2)).await;
+        }
+        if delivery == 2 {
+            break;
+        }
+        let again = "UPDATE queue SET due = clock_timestamp() WHERE intent = 'slow'";
+        sqlx::query(again).execute(&shop.pool).await.unwrap();
+    }
+    permit.release().await.unwrap();
+    while shop.left().await > 0 {
+        shop.fleet.revive();
+        sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(shop.dead().await, [no_key.0]);
+    assert_eq!(shop.told("ledger").await.rows, 1);
 }
 
 /// Without one transaction a killed worker leaves rows that no outcome stands for. Held, none of them is

@@ -13,7 +13,7 @@
 //! intent twice: that none stands there twice is what the key is for.
 //!
 //! Flags: `--lease-ms` (default 60000), `--redeliver-ms` (30000: after that the queue gives a message to
-//! somebody else), `--max-deliveries` (10: then it is a poison message), `--work-ms` (0: how long the
+//! somebody else), `--max-attempts` (10: then it is a poison message), `--work-ms` (0: how long the
 //! work takes beside the database), `--apart` (the effect in a transaction of its own, to see what that
 //! costs), `--hold` (with it: what a dead worker has begun is not run again).
 
@@ -38,7 +38,7 @@ struct Settings {
     redis: Option<String>,
     lease: Duration,
     redeliver: Duration,
-    max_deliveries: u32,
+    max_attempts: u32,
     work: Duration,
     is_apart: bool,
     is_held: bool,
@@ -59,7 +59,7 @@ fn settings(arguments: &[String]) -> Result<Settings, Failure> {
         redis: value("--redis"),
         lease: Duration::from_millis(number("--lease-ms", 60_000)?),
         redeliver: Duration::from_millis(number("--redeliver-ms", 30_000)?),
-        max_deliveries: u32::try_from(number("--max-deliveries", 10)?)?,
+        max_attempts: u32::try_from(number("--max-attempts", 10)?)?,
         work: Duration::from_millis(number("--work-ms", 0)?),
         is_apart: has("--apart"),
         is_held: has("--hold"),

@@ -1,9 +1,9 @@
 //! The effect: a row in a ledger, in the database that the tier is in.
 
-use std::sync::Arc;
+use std::{future::Future, sync::Arc};
 
 use oncekey::{
-    Fingerprint, Identity, Lapse, Outcome, Store,
+    Abandon, Fingerprint, Identity, Lapse, Outcome, Store,
     tier::{PostgresTier, Tiered},
     worker::{Job, Ran, RunError, Verdict, Worker},
 };
@@ -33,7 +33,7 @@ const TABLES: &str = "
     CREATE TABLE IF NOT EXISTS orders (id bigserial PRIMARY KEY, intent text NOT NULL, cents bigint NOT NULL);
     CREATE TABLE IF NOT EXISTS outbox (id bigserial PRIMARY KEY, intent text NOT NULL, cents bigint NOT NULL);
     CREATE TABLE IF NOT EXISTS queue (id bigserial PRIMARY KEY, topic text NOT NULL, intent text NOT NULL,
-        cents text NOT NULL, deliveries int NOT NULL DEFAULT 0, due timestamptz NOT NULL DEFAULT now());
+        cents text NOT NULL, attempts int NOT NULL DEFAULT 0, due timestamptz NOT NULL DEFAULT now());
     CREATE INDEX IF NOT EXISTS queue_due ON queue (topic, due);
     CREATE TABLE IF NOT EXISTS dead (id bigserial PRIMARY KEY, intent text NOT NULL, cents text NOT NULL,
         why text NOT NULL)";
@@ -49,7 +49,10 @@ impl Books {
     pub(crate) async fn open(settings: &Settings) -> Result<Self, Failure> {
         let pool = PgPoolOptions::new().max_connections(12).connect(&settings.postgres).await?;
         let tier = PostgresTier::connect(pool.clone()).await?;
-        let store = Store::builder().lease(settings.lease).build()?;
+        // Work that panics in its one transaction has done nothing, nor have the others of its batch.
+        // With rows and outcomes apart nobody knows.
+        let on_abandon = if settings.is_apart { Abandon::Hold } else { Abandon::Release };
+        let store = Store::builder().lease(settings.lease).on_abandon(on_abandon).build()?;
         // What a dead worker did not commit it did not do. Apart from the outcome that is not so.
         let lapse = if settings.is_held { Lapse::Hold } else { Lapse::TakeOver };
         let tiered = Tiered::open(store, tier.clone(), lapse).await?;
@@ -57,11 +60,19 @@ impl Books {
         Ok(Self { pool, worker, tier, settings: Arc::new(settings.clone()) })
     }
 
-    /// Books a message, once for its intent.
-    pub(crate) async fn book(&self, message: &Message) -> Result<Ran, RunError> {
+    /// Books a message, once for its intent. `began` counts the attempt, before there is any effect:
+    /// a message that waited for another owner was not attempted.
+    pub(crate) async fn book(
+        &self,
+        message: &Message,
+        began: impl Future<Output = Result<(), Failure>>,
+    ) -> Result<Ran, RunError> {
         let (id, fingerprint) = attempt("book", message)?;
         self.worker
             .run(&id, fingerprint, |job| async move {
+                if let Err(error) = began.await {
+                    return Verdict::retry(error);
+                }
                 let Some(cents) = read(message) else { return Verdict::retry("no amount") };
                 if self.settings.is_apart {
                     return self.book_apart(message, cents).await;
@@ -75,23 +86,40 @@ impl Books {
             .await
     }
 
-    /// Books many messages, each once for its intent, in one transaction.
-    pub(crate) async fn book_all(&self, messages: &[Message]) -> Vec<Result<Ran, RunError>> {
-        let attempts: Result<Vec<_>, _> =
-            messages.iter().map(|message| attempt("book", message)).collect();
-        let attempts = match attempts {
-            Ok(attempts) => attempts,
-            Err(error) => return messages.iter().map(|_| Err(error.clone())).collect(),
-        };
-        self.worker
-            .run_each(attempts, |jobs| async move {
-                let entry = |job: &Job| read(&messages[job.index()]);
-                let amounts: Vec<Option<i64>> = jobs.iter().map(entry).collect();
+    /// Books many messages, each once for its intent, in one transaction. `began` counts the attempts
+    /// of those that run, by their places. A message that is none is told so and takes no other with
+    /// it.
+    pub(crate) async fn book_all<F, Fut>(
+        &self,
+        messages: &[Message],
+        began: F,
+    ) -> Vec<Result<Ran, RunError>>
+    where
+        F: FnOnce(Vec<usize>) -> Fut,
+        Fut: Future<Output = Result<(), Failure>>,
+    {
+        let attempts: Vec<_> = messages.iter().map(|message| attempt("book", message)).collect();
+        let (good, places): (Vec<_>, Vec<usize>) = attempts
+            .iter()
+            .enumerate()
+            .filter_map(|(place, attempt)| Some((*attempt.as_ref().ok()?, place)))
+            .unzip();
+        let places = &places;
+        let message_of = |job: &Job| &messages[places[job.index()]];
+        let ran = self
+            .worker
+            .run_each(good, |jobs| async move {
+                let begun = jobs.iter().map(|job| places[job.index()]).collect();
+                if let Err(error) = began(begun).await {
+                    let error = error.to_string();
+                    return jobs.iter().map(|_| Verdict::retry(error.as_str())).collect();
+                }
+                let amounts: Vec<_> = jobs.iter().map(|job| read(message_of(job))).collect();
                 if self.settings.is_apart {
                     let mut said = Vec::new();
                     for (job, cents) in jobs.iter().zip(amounts) {
                         said.push(match cents {
-                            Some(cents) => self.book_apart(&messages[job.index()], cents).await,
+                            Some(cents) => self.book_apart(message_of(job), cents).await,
                             None => Verdict::retry("no amount"),
                         });
                     }
@@ -100,7 +128,7 @@ impl Books {
                 let good: Vec<_> = jobs
                     .iter()
                     .zip(&amounts)
-                    .filter_map(|(job, cents)| Some((job, &messages[job.index()], (*cents)?)))
+                    .filter_map(|(job, cents)| Some((job, message_of(job), (*cents)?)))
                     .collect();
                 let booked = self.book_together(&good).await.map_err(|error| error.to_string());
                 let said = |cents: &Option<i64>| match (cents, &booked) {
@@ -110,7 +138,13 @@ impl Books {
                 };
                 amounts.iter().map(said).collect()
             })
-            .await
+            .await;
+        let mut ran = ran.into_iter();
+        let told = |attempt: Result<_, RunError>| match attempt {
+            Ok(_) => ran.next().unwrap_or(Err(RunError::InFlight)),
+            Err(error) => Err(error),
+        };
+        attempts.into_iter().map(told).collect()
     }
 
     /// Rows and outcomes in one transaction: exactly once, wherever this process dies.
@@ -142,10 +176,17 @@ impl Books {
     }
 
     /// Takes an order: the order, the message about it and the outcome in one transaction.
-    pub(crate) async fn order(&self, message: &Message) -> Result<Ran, RunError> {
+    pub(crate) async fn order(
+        &self,
+        message: &Message,
+        began: impl Future<Output = Result<(), Failure>>,
+    ) -> Result<Ran, RunError> {
         let (id, fingerprint) = attempt("order", message)?;
         self.worker
             .run(&id, fingerprint, |job| async move {
+                if let Err(error) = began.await {
+                    return Verdict::retry(error);
+                }
                 match self.order_together(&job, message).await {
                     Ok(()) => Verdict::Committed,
                     Err(error) => Verdict::retry(error),
@@ -168,17 +209,6 @@ impl Books {
         tx.commit().await?;
         Ok(())
     }
-
-    /// Sets a message aside for an operator.
-    pub(crate) async fn bury(&self, message: &Message, why: &str) -> Result<(), Failure> {
-        sqlx::query("INSERT INTO dead (intent, cents, why) VALUES ($1, $2, $3)")
-            .bind(&message.intent)
-            .bind(&message.cents)
-            .bind(why)
-            .execute(&self.pool)
-            .await?;
-        Ok(())
-    }
 }
 
 /// Who, what, and the key; and what two deliveries of one message have in common.
@@ -193,10 +223,11 @@ fn attempt<'a>(
 
 /// The amount. This is where a poison message does its harm.
 fn read(message: &Message) -> Option<i64> {
-    if message.cents == "crash" {
-        std::process::abort();
+    match message.cents.as_str() {
+        "crash" => std::process::abort(),
+        "panic" => panic!("a message that makes its worker panic"),
+        cents => cents.parse().ok(),
     }
-    message.cents.parse().ok()
 }
 
 async fn insert(

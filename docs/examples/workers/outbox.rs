@@ -23,10 +23,17 @@ pub(crate) async fn take_orders(books: Books, settings: &Settings) -> Result<(),
         if taken.is_empty() {
             sleep(PAUSE).await;
         }
-        for delivery in queue::without_poison(&books, taken, settings).await? {
-            let ran = books.order(&delivery.message).await;
-            queue::settle(&books, &delivery, ran).await?;
-        }
+        let good = queue::without_poison(&books, taken, settings).await?;
+        let worker = books.clone();
+        queue::survive(tokio::spawn(async move {
+            for delivery in good {
+                let began = queue::began(&worker.pool, vec![delivery.id]);
+                let ran = worker.order(&delivery.message, began).await;
+                queue::settle(&worker, &delivery, ran).await?;
+            }
+            Ok(())
+        }))
+        .await?;
     }
 }
 

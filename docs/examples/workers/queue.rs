@@ -1,11 +1,14 @@
 //! A queue in a table of Postgres. `FOR UPDATE SKIP LOCKED` gives each consumer rows of its own; a row
 //! that was taken is hidden until it is deleted, or its time is over and it is delivered again.
+//!
+//! What is counted are attempts: how often the work began. A delivery whose worker died before that, or
+//! that met another owner, says nothing of the message.
 
 use std::time::Duration;
 
 use oncekey::worker::{Disposition, Ran, RunError, disposition};
 use sqlx::PgPool;
-use tokio::time::sleep;
+use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
     Failure, Settings,
@@ -20,9 +23,9 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// A row of the queue.
 pub(crate) struct Delivery {
-    id: i64,
+    pub(crate) id: i64,
     pub(crate) message: Message,
-    deliveries: i32,
+    attempts: i32,
 }
 
 pub(crate) async fn consume(books: Books, settings: &Settings) -> Result<(), Failure> {
@@ -33,15 +36,44 @@ pub(crate) async fn consume(books: Books, settings: &Settings) -> Result<(), Fai
             continue;
         }
         let taken = without_poison(&books, taken, settings).await?;
-        let messages: Vec<Message> = taken.iter().map(|it| it.message.clone()).collect();
-        let answers = books.book_all(&messages).await;
-        for (delivery, ran) in taken.iter().zip(answers) {
-            settle(&books, delivery, ran).await?;
-        }
+        let worker = books.clone();
+        survive(tokio::spawn(async move {
+            let messages: Vec<Message> = taken.iter().map(|it| it.message.clone()).collect();
+            let ids: Vec<i64> = taken.iter().map(|it| it.id).collect();
+            let began = |places: Vec<usize>| {
+                began(&worker.pool, places.into_iter().map(|place| ids[place]).collect())
+            };
+            let answers = worker.book_all(&messages, began).await;
+            for (delivery, ran) in taken.iter().zip(answers) {
+                settle(&worker, delivery, ran).await?;
+            }
+            Ok(())
+        }))
+        .await?;
     }
 }
 
-/// Takes what is due: a message that was delivered before alone, so that poison takes no other with
+/// Work that panics ends with its task, and the consumer goes on. What the task had is delivered again,
+/// one by one.
+pub(crate) async fn survive(task: JoinHandle<Result<(), Failure>>) -> Result<(), Failure> {
+    match task.await {
+        Err(error) if error.is_panic() => {
+            eprintln!("the work panicked: {error}");
+            Ok(())
+        }
+        done => done?,
+    }
+}
+
+/// Counts an attempt of each. It is committed before the work does anything, so that a message that
+/// kills its worker is known.
+pub(crate) async fn began(pool: &PgPool, ids: Vec<i64>) -> Result<(), Failure> {
+    let count = "UPDATE queue SET attempts = attempts + 1 WHERE id = ANY($1)";
+    sqlx::query(count).bind(ids).execute(pool).await?;
+    Ok(())
+}
+
+/// Takes what is due: a message that was attempted before alone, so that poison takes no other with
 /// it; else a batch of fresh ones.
 pub(crate) async fn take(
     pool: &PgPool,
@@ -49,14 +81,13 @@ pub(crate) async fn take(
     settings: &Settings,
 ) -> Result<Vec<Delivery>, Failure> {
     const TAKE: &str = "
-        UPDATE queue SET deliveries = deliveries + 1,
-            due = clock_timestamp() + $2 * interval '1 millisecond'
+        UPDATE queue SET due = clock_timestamp() + $2 * interval '1 millisecond'
         WHERE id IN (
             SELECT id FROM queue
-            WHERE topic = $1 AND due <= clock_timestamp() AND (deliveries > 0) = $3
+            WHERE topic = $1 AND due <= clock_timestamp() AND (attempts > 0) = $3
             ORDER BY due, id LIMIT $4 FOR UPDATE SKIP LOCKED
         )
-        RETURNING id, intent, cents, deliveries";
+        RETURNING id, intent, cents, attempts";
     let hidden_ms = i64::try_from(settings.redeliver.as_millis())?;
     for (is_old, most) in [(true, 1), (false, BATCH)] {
         let rows: Vec<(i64, String, String, i32)> = sqlx::query_as(TAKE)
@@ -67,10 +98,10 @@ pub(crate) async fn take(
             .fetch_all(pool)
             .await?;
         if !rows.is_empty() {
-            let delivery = |(id, intent, cents, deliveries)| Delivery {
+            let delivery = |(id, intent, cents, attempts)| Delivery {
                 id,
                 message: Message { intent, cents },
-                deliveries,
+                attempts,
             };
             return Ok(rows.into_iter().map(delivery).collect());
         }
@@ -78,7 +109,7 @@ pub(crate) async fn take(
     Ok(Vec::new())
 }
 
-/// Sets aside what was delivered too often: it failed each time, or killed its worker.
+/// Sets aside what was attempted too often: it failed each time, or killed its worker.
 pub(crate) async fn without_poison(
     books: &Books,
     taken: Vec<Delivery>,
@@ -86,9 +117,8 @@ pub(crate) async fn without_poison(
 ) -> Result<Vec<Delivery>, Failure> {
     let mut good = Vec::new();
     for delivery in taken {
-        if delivery.deliveries > i32::try_from(settings.max_deliveries)? {
-            books.bury(&delivery.message, "delivered too often").await?;
-            acknowledge(&books.pool, &delivery).await?;
+        if delivery.attempts >= i32::try_from(settings.max_attempts)? {
+            bury(&books.pool, &delivery, "attempted too often").await?;
         } else {
             good.push(delivery);
         }
@@ -116,10 +146,18 @@ pub(crate) async fn settle(
         }
         Disposition::DeadLetter => {
             let why = ran.err().map(|error| error.to_string()).unwrap_or_default();
-            books.bury(&delivery.message, &why).await?;
-            acknowledge(&books.pool, delivery).await
+            bury(&books.pool, delivery, &why).await
         }
     }
+}
+
+/// Sets a message aside for an operator: out of the queue and into `dead`, both or neither.
+async fn bury(pool: &PgPool, delivery: &Delivery, why: &str) -> Result<(), Failure> {
+    const BURY: &str = "
+        WITH gone AS (DELETE FROM queue WHERE id = $1 RETURNING intent, cents)
+        INSERT INTO dead (intent, cents, why) SELECT intent, cents, $2 FROM gone";
+    sqlx::query(BURY).bind(delivery.id).bind(why).execute(pool).await?;
+    Ok(())
 }
 
 async fn acknowledge(pool: &PgPool, delivery: &Delivery) -> Result<(), Failure> {
