@@ -429,7 +429,7 @@ async fn a_message_is_set_aside_whole_and_by_its_attempts() {
                 CREATE TRIGGER no BEFORE DELETE ON queue FOR EACH ROW EXECUTE FUNCTION no()";
     sqlx::raw_sql(shut).execute(&shop.pool).await.unwrap();
     let no_key = ("k".repeat(300), "1".to_owned());
-    shop.send(&[no_key.clone()]).await;
+    shop.send(std::slice::from_ref(&no_key)).await;
     let status = Command::new(program())
         .arg("queue")
         .args(&shop.fleet.flags)
