@@ -15,6 +15,7 @@ use std::{
     error::Error,
     io,
     sync::{Arc, Mutex},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -351,6 +352,71 @@ async fn an_error_that_the_next_attempt_would_meet_again_is_final() {
     assert!(chain(&error).contains("at attempt 1"), "{}", chain(&error));
     assert!(chain(&error).contains("no signature"), "{}", chain(&error));
     assert_eq!(runs.count(), 1);
+}
+
+/// A service whose first instances fail to become ready, and which is then not to be touched: the
+/// contract of tower.
+#[derive(Debug)]
+struct Fragile {
+    failures: Arc<Mutex<usize>>,
+    /// Of this instance; a clone has a life of its own.
+    has_failed: bool,
+    is_ready: bool,
+}
+
+impl Fragile {
+    fn failing(times: usize) -> Self {
+        Self { failures: Arc::new(Mutex::new(times)), has_failed: false, is_ready: false }
+    }
+}
+
+impl Clone for Fragile {
+    fn clone(&self) -> Self {
+        assert!(!self.has_failed, "a clone of one that failed");
+        Self { failures: Arc::clone(&self.failures), has_failed: false, is_ready: false }
+    }
+}
+
+impl tower::Service<Request<Full<Bytes>>> for Fragile {
+    type Response = Response<Full<Bytes>>;
+    type Error = &'static str;
+    type Future = std::future::Ready<Result<Self::Response, Self::Error>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        assert!(!self.has_failed, "asked again after it had failed");
+        let mut failures = self.failures.lock().unwrap();
+        match failures.checked_sub(1) {
+            Some(left) => {
+                (*failures, self.has_failed) = (left, true);
+                Poll::Ready(Err("not ready"))
+            }
+            None => {
+                self.is_ready = true;
+                Poll::Ready(Ok(()))
+            }
+        }
+    }
+
+    fn call(&mut self, _: Request<Full<Bytes>>) -> Self::Future {
+        assert!(std::mem::take(&mut self.is_ready), "called without being ready");
+        std::future::ready(Ok(Response::new(Full::from("done"))))
+    }
+}
+
+#[tokio::test]
+async fn a_service_that_failed_to_become_ready_is_not_asked_again() {
+    let _watchdog = watchdog();
+    let mut client = layer().layer(Fragile::failing(3));
+    let request = |method: Method| {
+        Request::builder().method(method).uri("http://x/").body(Full::from("x")).unwrap()
+    };
+    let answer = client.call(request(Method::POST)).await.unwrap();
+    assert_eq!(answer.extensions().get::<Report>().unwrap().attempts(), 4);
+    // The caller's own next request too, also of a method that is sent once.
+    let mut client = layer().layer(Fragile::failing(1));
+    let error = client.call(request(Method::GET)).await.unwrap_err();
+    assert!(matches!(error, IntentError::Passed("not ready")), "{error:?}");
+    assert_eq!(client.call(request(Method::GET)).await.unwrap().status(), 200);
 }
 
 /// A server that plays a script: for each connection the bytes it sends before it hangs up.

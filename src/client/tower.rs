@@ -2,7 +2,6 @@
 
 use std::{
     future::{Future, poll_fn},
-    mem,
     ops::ControlFlow,
     pin::Pin,
     sync::Arc,
@@ -23,7 +22,8 @@ use super::{AnswerBody, BoxError, IntentError, IntentLayer, layer::Policy, trial
 /// The inner service takes a body that can be made of bytes, such as `Full<Bytes>`. The body of a
 /// request is taken into memory if it knows its exact size, and sent as the same bytes each time; one
 /// that does not is refused before the first attempt. Every error of the inner service is taken for
-/// one of the connection, and the request is tried again.
+/// one of the connection, and the request is tried again. Each attempt has a clone of the service,
+/// which is dropped with it: one that failed to become ready is not asked again.
 #[derive(Clone, Debug)]
 pub struct Intents<S> {
     inner: S,
@@ -55,27 +55,23 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let clone = self.inner.clone();
-        let inner = mem::replace(&mut self.inner, clone);
-        Box::pin(insist(inner, Arc::clone(&self.policy), request))
+        Box::pin(insist(self.inner.clone(), Arc::clone(&self.policy), request))
     }
 }
 
+/// `service` is one that nobody asks whether it is ready: attempts are made by clones of it.
 async fn insist<S, B, R>(
-    mut inner: S,
+    service: S,
     policy: Arc<Policy>,
     request: Request<B>,
 ) -> Result<Response<AnswerBody<R>>, IntentError<S::Error>>
 where
-    S: Service<Request<B>, Response = Response<R>>,
+    S: Service<Request<B>, Response = Response<R>> + Clone,
     B: Body<Error: Into<BoxError>> + From<Bytes>,
     R: Body<Error: Into<BoxError>> + Unpin,
 {
     if !policy.methods.contains(request.method()) {
-        let sent = match poll_fn(|cx| inner.poll_ready(cx)).await {
-            Ok(()) => inner.call(request).await,
-            Err(error) => Err(error),
-        };
+        let sent = send(service, request).await;
         return sent.map(|response| response.map(AnswerBody::unread)).map_err(IntentError::Passed);
     }
     let (mut parts, body) = request.into_parts();
@@ -89,13 +85,15 @@ where
     }
     loop {
         let request = Request::from_parts(parts.clone(), B::from(body.clone()));
-        let sent = trial.attempt(async {
-            poll_fn(|cx| inner.poll_ready(cx)).await?;
-            inner.call(request).await
-        });
-        let sent = sent.await.map(|sent| sent.map_err(|error| (error, true)));
+        let sent = trial.attempt(send(service.clone(), request)).await;
+        let sent = sent.map(|sent| sent.map_err(|error| (error, true)));
         if let ControlFlow::Break(end) = trial.judge(sent).await {
             return end;
         }
     }
+}
+
+async fn send<S: Service<Q>, Q>(mut service: S, request: Q) -> Result<S::Response, S::Error> {
+    poll_fn(|cx| service.poll_ready(cx)).await?;
+    service.call(request).await
 }
