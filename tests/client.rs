@@ -14,6 +14,7 @@ use std::{
     convert::Infallible,
     error::Error,
     io,
+    pin::Pin,
     sync::{Arc, Mutex},
     task::{Context, Poll},
     time::Duration,
@@ -292,6 +293,28 @@ async fn other_methods_pass_untouched() {
     }
 }
 
+/// A body that says that it has so many bytes.
+struct Claiming<B> {
+    body: B,
+    bytes: u64,
+}
+
+impl<B: http_body::Body + Unpin> http_body::Body for Claiming<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<B::Data>, B::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        http_body::SizeHint::with_exact(self.bytes)
+    }
+}
+
 #[tokio::test]
 async fn a_body_that_cannot_be_sent_twice_is_refused_before_it_is_sent_once() {
     let _watchdog = watchdog();
@@ -311,7 +334,14 @@ async fn a_body_that_cannot_be_sent_twice_is_refused_before_it_is_sent_once() {
     let mut tower = policy.layer(service_fn(|_: Request<Body>| async {
         Err::<Response<Full<Bytes>>, _>("it was sent")
     }));
-    for body in [Body::new(stream()), Body::from(vec![0; 1_001])] {
+    let more = futures_util::stream::iter((0..1_001).map(move |_| chunk()));
+    let trailers = std::future::ready(Some(Ok(HeaderMap::new())));
+    for body in [
+        Body::new(stream()),
+        Body::from(vec![0; 1_001]),
+        Body::new(Claiming { body: StreamBody::new(more), bytes: 4 }),
+        Body::new(Full::<Bytes>::from("x").with_trailers(trailers)),
+    ] {
         let sent = tower.call(Request::post(&uri).body(body).unwrap()).await;
         let error = sent.unwrap_err();
         assert!(matches!(error, IntentError::NotRepeatable), "{error:?}");
@@ -801,6 +831,19 @@ async fn the_deadline_and_the_time_of_an_attempt_are_kept() {
     let error = end.unwrap_err();
     assert!(matches!(&error, IntentError::TimedOut(report) if report.attempts() == 4), "{error:?}");
     assert!(error.to_string().contains("no answer in time, at attempt 4"));
+    // The caller's own body is waited for as long, and nothing is sent.
+    let slow = Claiming {
+        body: StreamBody::new(futures_util::stream::pending::<Result<_, Infallible>>()),
+        bytes: 4,
+    };
+    let mut client = policy.layer(service_fn(|_: Request<Body>| async {
+        Err::<Response<Full<Bytes>>, _>("it was sent")
+    }));
+    let start = Instant::now();
+    let request = Request::post("http://x/").body(Body::new(slow)).unwrap();
+    let error = client.call(request).await.unwrap_err();
+    assert!(matches!(error, IntentError::Body(_)) && error.report().is_none(), "{error:?}");
+    assert_eq!(start.elapsed().as_secs(), 10);
     // A server that is down answers at once: nobody asks more often than the limits say.
     let policy = IntentLayer::new().warn_of_new_keys(false);
     let (at, took, end) = times(&policy, |_| reply(503, &[])).await;

@@ -12,10 +12,11 @@ use super::{BoxError, Report};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum IntentError<E> {
-    /// Nothing was sent: the body is a stream, or larger than
+    /// Nothing was sent: the body is a stream, has trailers, or is larger than
     /// [`max_body`](super::IntentLayer::max_body), and could not be sent a second time as it was.
     NotRepeatable,
-    /// Nothing was sent: the body could not be read.
+    /// Nothing was sent: the body could not be read, or was not there within the
+    /// [`deadline`](super::IntentLayer::deadline).
     Body(BoxError),
     /// Nothing was sent: the request has more than one key.
     ManyKeys,
@@ -48,8 +49,8 @@ impl<E> fmt::Display for IntentError<E> {
         };
         match self {
             Self::NotRepeatable => f.write_str(
-                "nothing was sent: the body is a stream or too large to be kept for a second \
-                 attempt; hand it over as bytes, or raise `max_body`",
+                "nothing was sent: the body is a stream, has trailers or is too large to be kept for \
+                 a second attempt; hand it over as bytes, or raise `max_body`",
             ),
             Self::Body(_) => f.write_str("nothing was sent: the body could not be read"),
             Self::ManyKeys => f.write_str(

@@ -141,8 +141,9 @@ impl IntentLayer {
         self.with(|policy| policy.attempt_timeout = limit)
     }
 
-    /// How long all attempts and the times between them may take; 60 s unless set. An attempt that
-    /// is under way is cut off, and none is begun that could not be.
+    /// How long all attempts and the times between them may take, and in the tower layer reading the
+    /// caller's body before them; 60 s unless set. An attempt that is under way is cut off, and none
+    /// is begun that could not be.
     #[must_use]
     pub fn deadline(self, limit: Duration) -> Self {
         self.with(|policy| policy.deadline = limit)

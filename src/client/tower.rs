@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body::Body;
-use http_body_util::BodyExt as _;
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tower_layer::Layer;
 use tower_service::Service;
 
@@ -20,8 +20,9 @@ use super::{AnswerBody, BoxError, IntentError, IntentLayer, layer::Policy, trial
 /// A client that keeps the key of an intent over its attempts. Made by [`IntentLayer`].
 ///
 /// The inner service takes a body that can be made of bytes, such as `Full<Bytes>`. The body of a
-/// request is taken into memory if it knows its exact size, and sent as the same bytes each time; one
-/// that does not is refused before the first attempt. Every error of the inner service is taken for
+/// request is taken into memory, within the [`deadline`](IntentLayer::deadline), if it knows its exact
+/// size, and sent as the same bytes each time. One that does not, is over
+/// [`max_body`](IntentLayer::max_body) or has trailers is refused before the first attempt. Every error of the inner service is taken for
 /// one of the connection, and the request is tried again. Each attempt has a clone of the service,
 /// which is dropped with it: one that failed to become ready is not asked again.
 #[derive(Clone, Debug)]
@@ -79,7 +80,7 @@ where
         return Err(IntentError::NotRepeatable);
     }
     let mut trial = Trial::begin(&policy, &mut parts.headers, &parts.extensions)?;
-    let body = body.collect().await.map_err(|error| IntentError::Body(error.into()))?.to_bytes();
+    let body = trial.in_time(whole(body, policy.max_body)).await??;
     if policy.watch {
         super::watch::look(&parts.method, &parts.uri.to_string(), &body, &trial.key);
     }
@@ -90,6 +91,21 @@ where
         if let ControlFlow::Break(end) = trial.judge(sent).await {
             return end;
         }
+    }
+}
+
+/// The bytes of a body that has no more than it may have, whatever it said of its size, and nothing
+/// else: what is made of bytes has no trailers.
+async fn whole<B, E>(body: B, most: u64) -> Result<Bytes, IntentError<E>>
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    let most = usize::try_from(most).unwrap_or(usize::MAX);
+    match Limited::new(body, most).collect().await {
+        Ok(body) if body.trailers().is_some() => Err(IntentError::NotRepeatable),
+        Ok(body) => Ok(body.to_bytes()),
+        Err(error) if error.is::<LengthLimitError>() => Err(IntentError::NotRepeatable),
+        Err(error) => Err(IntentError::Body(error)),
     }
 }
 

@@ -63,6 +63,15 @@ impl<'p> Trial<'p> {
         Ok(Self { policy, key, attempts: 0, limits, deadline, end: now })
     }
 
+    /// What comes before the first attempt, under the same deadline.
+    pub(super) async fn in_time<F: Future, E>(
+        &self,
+        prepare: F,
+    ) -> Result<F::Output, IntentError<E>> {
+        let done = timeout_at(self.deadline, prepare).await;
+        done.map_err(|late| IntentError::Body(late.into()))
+    }
+
     /// One attempt, cut off at the end of its time: then nothing.
     pub(super) async fn attempt<F: Future>(&mut self, send: F) -> Option<F::Output> {
         self.attempts = self.attempts.saturating_add(1);
