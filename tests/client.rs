@@ -274,6 +274,28 @@ async fn one_key_and_the_same_bytes_over_all_attempts() {
 }
 
 #[tokio::test]
+async fn a_key_that_needs_quotes_is_never_sent_without() {
+    let _watchdog = watchdog();
+    let (server, seen) = answering([]).await;
+    for face in FACES {
+        for key in [" k", "k ", "a b", "a,b", "a\"b", "\"k\"", "\"", ","] {
+            let mut request = to(&server, "/");
+            request.extensions_mut().insert(key.parse::<IntentKey>().unwrap());
+            let error = face.send(&layer().bare_keys(true), request).await.err().unwrap();
+            assert!(error.contains("nothing was sent: the key has a space"), "{key}: {error}");
+        }
+        assert!(seen.lock().unwrap().is_empty());
+        for byte in (0x21..0x7f).filter(|byte| !b"\",".contains(byte)) {
+            let key = char::from(byte).to_string();
+            let mut request = to(&server, "/");
+            request.extensions_mut().insert(key.parse::<IntentKey>().unwrap());
+            face.send(&layer().bare_keys(true), request).await.unwrap();
+            assert_eq!(seen.lock().unwrap().pop().unwrap().0, Some(key));
+        }
+    }
+}
+
+#[tokio::test]
 async fn other_methods_pass_untouched() {
     let _watchdog = watchdog();
     for face in FACES {

@@ -20,6 +20,10 @@ pub enum IntentError<E> {
     Body(BoxError),
     /// Nothing was sent: the request has more than one key.
     ManyKeys,
+    /// Nothing was sent: keys are to be sent [bare](super::IntentLayer::bare_keys), and this one, made
+    /// elsewhere than by [`IntentKey`](crate::IntentKey), has a space, a `"` or a `,`, so that it could
+    /// be read as another.
+    NotBare,
     /// No attempt was answered in time, and the last was cut off.
     TimedOut(Report),
     /// The last attempt failed with an error of the client underneath.
@@ -34,7 +38,11 @@ impl<E> IntentError<E> {
     /// What there is to know of the attempts, if there were any.
     pub fn report(&self) -> Option<&Report> {
         match self {
-            Self::NotRepeatable | Self::Body(_) | Self::ManyKeys | Self::Passed(_) => None,
+            Self::NotRepeatable
+            | Self::Body(_)
+            | Self::ManyKeys
+            | Self::NotBare
+            | Self::Passed(_) => None,
             Self::TimedOut(report) | Self::Failed(report, _) | Self::BrokenOff(report, _) => {
                 Some(report)
             }
@@ -56,6 +64,10 @@ impl<E> fmt::Display for IntentError<E> {
             Self::ManyKeys => f.write_str(
                 "nothing was sent: the request has more than one idempotency key; set one",
             ),
+            Self::NotBare => f.write_str(
+                "nothing was sent: the key has a space, a quote or a comma, which cannot be sent \
+                 without quotes; derive one with `IntentKey`, or leave `bare_keys` off",
+            ),
             Self::Passed(_) => f.write_str("the request failed; its method has no key"),
             Self::TimedOut(report) => after(f, "no answer in time", report),
             Self::Failed(report, _) => after(f, "the request failed", report),
@@ -69,7 +81,7 @@ impl<E: Error + 'static> Error for IntentError<E> {
         match self {
             Self::Failed(_, error) | Self::Passed(error) => Some(error),
             Self::Body(error) | Self::BrokenOff(_, error) => Some(&**error),
-            Self::NotRepeatable | Self::ManyKeys | Self::TimedOut(_) => None,
+            Self::NotRepeatable | Self::ManyKeys | Self::NotBare | Self::TimedOut(_) => None,
         }
     }
 }

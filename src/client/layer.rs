@@ -98,7 +98,9 @@ impl IntentLayer {
 
     /// Whether keys are sent as they are, `abc`, as Stripe and most services have it, and not as the
     /// String of structured fields that the draft asks for, `"abc"`, which is the default (RFC 9651).
-    /// A field that the caller set is sent as it is.
+    /// A key that cannot be told without quotes, because it has a space, a `"` or a `,`, is refused
+    /// before the first attempt ([`NotBare`](super::IntentError::NotBare)); those that
+    /// [`IntentKey`](crate::IntentKey) makes never have. A field that the caller set is sent as it is.
     #[must_use]
     pub fn bare_keys(self, bare: bool) -> Self {
         self.with(|policy| policy.bare = bare)

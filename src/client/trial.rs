@@ -8,7 +8,7 @@ use http_body::Body;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::{AnswerBody, BoxError, IntentError, Report, judge, layer::Policy};
-use crate::IntentKey;
+use crate::{IntentKey, Key, KeyForm};
 
 /// An answer whose `Retry-After` is behind the end of all clocks is not waited for anyway.
 const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
@@ -43,11 +43,12 @@ impl<'p> Trial<'p> {
             (Some(_), Some(_)) => return Err(IntentError::ManyKeys),
             (None, _) => {
                 let key = extensions.get().cloned().unwrap_or_else(IntentKey::random);
-                let value = match policy.bare {
-                    true => HeaderValue::from_str(key.as_str()),
-                    false => HeaderValue::try_from(key.as_key().to_field_value()),
+                let text = match policy.bare {
+                    true => bare(&key).ok_or(IntentError::NotBare)?,
+                    false => key.as_key().to_field_value(),
                 };
                 // A key is printable ASCII, so it is a value; refused rather than sent without.
+                let value = HeaderValue::try_from(text);
                 let value = value.map_err(|error| IntentError::Body(error.into()))?;
                 headers.insert(&policy.field, value.clone());
                 value
@@ -146,6 +147,12 @@ impl<'p> Trial<'p> {
     fn report(&self, is_replay: bool) -> Report {
         Report { attempts: self.attempts, is_replay, key: self.key.clone() }
     }
+}
+
+/// The key without quotes, if whoever reads it so has the same key (R6).
+fn bare(key: &IntentKey) -> Option<String> {
+    let read = Key::parse(key.as_ref(), KeyForm::Any);
+    (read.as_ref() == Ok(key.as_key())).then(|| key.as_str().to_owned())
 }
 
 fn after(from: Instant, span: Duration) -> Instant {
