@@ -28,15 +28,17 @@ impl Policy {
         if self.is_replay(headers) {
             return false;
         }
-        let advice = headers.get("stripe-should-retry").map(|value| value.as_bytes());
+        let advised = |word: &str| {
+            let advice = headers.get("stripe-should-retry");
+            advice.is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(word.as_bytes()))
+        };
+        if advised("false") {
+            return false;
+        }
         match status.as_u16() {
             408 | 425 | 429 => true,
-            409 => match advice {
-                Some(b"true") => true,
-                Some(b"false") => false,
-                _ => body.is_some_and(|body| self.is_in_flight(body)),
-            },
-            status => advice != Some(b"false") && self.server_errors.contains(&status),
+            409 => advised("true") || body.is_some_and(|body| self.is_in_flight(body)),
+            status => self.server_errors.contains(&status),
         }
     }
 

@@ -51,11 +51,15 @@
 //! | no connection, a connection that broke off, no answer within [`attempt_timeout`](IntentLayer::attempt_timeout) | again |
 //! | an answer that broke off within [`max_answer`](IntentLayer::max_answer) | again |
 //! | any answer marked `Idempotent-Replayed: true` | final: the same would come again |
+//! | any answer with `Stripe-Should-Retry: false` | final: the service says so |
 //! | 408, 425, 429 | again |
 //! | 409 with the problem `in-flight`, or another of [`in_flight_types`](IntentLayer::in_flight_types) | again |
 //! | 409 in Stripe's form: error code `idempotency_key_in_use`, or `Stripe-Should-Retry: true` | again |
-//! | 500, 502, 503, 504, or what [`server_errors`](IntentLayer::server_errors) says, unless with `Stripe-Should-Retry: false` | again |
+//! | 500, 502, 503, 504, or what [`server_errors`](IntentLayer::server_errors) says | again |
 //! | all else, 400, 422 and other 409 among it | final |
+//!
+//! `Stripe-Should-Retry: true` says something at 409 only. The other statuses that it comes with are tried
+//! again anyway, or are a matter of `server_errors`; no word makes 400 or 422 worth a second request.
 //!
 //! The time before an attempt is random, from nothing to a limit that doubles each time (full
 //! jitter), and what `Retry-After` asks for, in seconds or as a date, is added to it. If it would end
