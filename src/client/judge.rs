@@ -7,7 +7,8 @@ use serde_json::Value;
 
 use super::layer::Policy;
 
-/// The last part of the `type` of this crate's own 409 while the first request runs.
+/// The last part of the `type` of this crate's own 409 while the first request runs, behind whatever base
+/// the service has set: a fragment, the end of a path, or of a URN.
 const IN_FLIGHT: &str = "in-flight";
 
 impl Policy {
@@ -50,7 +51,7 @@ impl Policy {
             return true;
         }
         let Some(kind) = body["type"].as_str() else { return false };
-        kind.rsplit(['#', '/']).next() == Some(IN_FLIGHT)
+        kind.rsplit(['#', '/', ':']).next() == Some(IN_FLIGHT)
             || self.in_flight_types.iter().any(|known| known == kind)
     }
 }

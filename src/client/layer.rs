@@ -118,8 +118,11 @@ impl IntentLayer {
     }
 
     /// The `type` of those problems of another service (RFC 9457), answered with 409, that say that
-    /// the first request is still at work. Those that end in `in-flight`, as this crate's do, need
-    /// not be named.
+    /// the first request is still at work; none unless set. Compared byte for byte, without resolving
+    /// relative ones.
+    ///
+    /// Those whose last part, behind the last `#`, `/` or `:`, is exactly `in-flight`, as in this crate's,
+    /// need not be named: `https://x.example/problems#in-flight`, `urn:example:in-flight`.
     #[must_use]
     pub fn in_flight_types<T: Into<String>>(self, types: impl IntoIterator<Item = T>) -> Self {
         let types = types.into_iter().map(Into::into).collect();
