@@ -15,7 +15,10 @@ use std::{
     error::Error,
     io,
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -27,7 +30,8 @@ use axum::{
     http::{HeaderMap, Method, Request, Response, StatusCode},
     routing::{any, post},
 };
-use bytes::Bytes;
+use bytes::{Buf as _, Bytes};
+use http_body::Body as _;
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use hyper_util::{client::legacy, rt::TokioExecutor};
 use oncekey::{
@@ -534,12 +538,20 @@ async fn a_connection_or_an_answer_that_breaks_off_is_tried_again() {
         let error = face.send(&layer().max_attempts(3), request()).await.err().unwrap();
         assert!(error.contains("the request failed, at attempt 3; try again later"), "{error}");
 
-        // What is not read before it is handed over is the caller's.
-        let (port, seen) = hanging_up(vec![HALF]).await;
-        let request = Request::post(format!("http://127.0.0.1:{port}/"));
-        let request = request.body(Bytes::from_static(b"{\"amount\":5}")).unwrap();
-        assert!(face.send(&layer().max_answer(0), request).await.is_err());
-        assert_eq!(seen.lock().unwrap().len(), 1);
+        // What is not read before it is handed over is the caller's: all, or an event stream.
+        const EVENTS: &str = "HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream ;a=b\r\n\
+            Content-Length: 6\r\n\r\ndo";
+        const OTHERS: &str = "HTTP/1.1 200 OK\r\nContent-Type: text/event-streams\r\n\
+            Content-Length: 6\r\n\r\ndo";
+        for (policy, first, count) in
+            [(layer().max_answer(0), HALF, 1), (layer(), EVENTS, 1), (layer(), OTHERS, 2)]
+        {
+            let (port, seen) = hanging_up(vec![first, WHOLE]).await;
+            let request = Request::post(format!("http://127.0.0.1:{port}/"));
+            let request = request.body(Bytes::from_static(b"{\"amount\":5}")).unwrap();
+            assert_eq!(face.send(&policy, request).await.is_ok(), count == 2, "{first}");
+            assert_eq!(seen.lock().unwrap().len(), count, "{first}");
+        }
     }
 }
 
@@ -591,6 +603,14 @@ async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
             }),
         )
         .route(
+            "/some-events",
+            post(|| async {
+                let event = |n: u8| Ok::<_, Infallible>(Bytes::from(format!("data: {n}\n\n")));
+                let body = Body::from_stream(futures_util::stream::iter((0..3).map(event)));
+                ([("content-type", "text/event-stream")], body)
+            }),
+        )
+        .route(
             "/silent",
             post(|| async {
                 Body::from_stream(futures_util::stream::pending::<Result<Bytes, Infallible>>())
@@ -601,7 +621,7 @@ async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
             post(|| async {
                 // It never ends: the head must come through all the same.
                 let stream = futures_util::stream::pending::<Result<Bytes, Infallible>>();
-                ([("content-type", "text/event-stream")], Body::from_stream(stream))
+                ([("content-type", "TEXT/event-stream; charset=utf-8")], Body::from_stream(stream))
             }),
         );
     let server = serve(app).await;
@@ -613,6 +633,10 @@ async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
             }
         }
     }
+    for face in FACES {
+        let got = face.send(&layer(), to(&server, "/some-events")).await.unwrap();
+        assert_eq!(got.body, b"data: 0\n\ndata: 1\n\ndata: 2\n\n");
+    }
     let inner = reqwest::Client::new();
     let client = reqwest_middleware::ClientBuilder::new(inner.clone()).with(layer()).build();
     let events = client.post(format!("http://{}/events", server.address)).send().await.unwrap();
@@ -622,6 +646,44 @@ async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
     let client = reqwest_middleware::ClientBuilder::new(inner).with(at_once).build();
     let silent = client.post(format!("http://{}/silent", server.address)).send().await.unwrap();
     assert_eq!(silent.status(), 200);
+}
+
+#[tokio::test]
+async fn an_answer_in_many_pieces_is_bounded_and_one_in_parts_is_understood() {
+    let _watchdog = watchdog();
+    // A frame takes room though it has no bytes.
+    let polled = Arc::new(AtomicUsize::new(0));
+    let mut client = layer().layer(service_fn({
+        let polled = Arc::clone(&polled);
+        move |_: Request<Full<Bytes>>| {
+            let polled = Arc::clone(&polled);
+            let pieces = (0..100_000_u32).map(move |nth| {
+                polled.fetch_add(1, Ordering::SeqCst);
+                let data = if nth % 10_000 == 0 { Bytes::from_static(b"x") } else { Bytes::new() };
+                Ok::<_, Infallible>(http_body::Frame::data(data))
+            });
+            let body = StreamBody::new(futures_util::stream::iter(pieces));
+            async move { Ok::<_, Infallible>(Response::new(body)) }
+        }
+    }));
+    let request = || Request::post("http://x/").body(Full::from("x")).unwrap();
+    let answer = client.call(request()).await.unwrap();
+    let read = polled.load(Ordering::SeqCst);
+    assert!((1_000..20_000).contains(&read), "{read} pieces");
+    assert_eq!(answer.into_body().collect().await.unwrap().to_bytes(), "xxxxxxxxxx");
+
+    // A piece whose bytes do not lie in one place.
+    let told = Arc::new(AtomicUsize::new(0));
+    let mut client = layer().layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let status = [409, 200][told.fetch_add(1, Ordering::SeqCst)];
+        let parts = Bytes::from_static(br#"{"type":"urn:x:in-"#).chain(&b"flight\"}"[..]);
+        let answer = Response::builder().status(status).body(Full::new(parts)).unwrap();
+        async { Ok::<_, Infallible>(answer) }
+    }));
+    let answer = client.call(request()).await.unwrap();
+    assert_eq!((answer.status(), answer.body().size_hint().exact()), (StatusCode::OK, Some(26)));
+    let body = answer.into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(body, r#"{"type":"urn:x:in-flight"}"#);
 }
 
 #[tokio::test]

@@ -169,8 +169,12 @@ impl IntentLayer {
     }
 
     /// Up to how many bytes an answer is read to its end before it counts as come; 1 MiB unless
-    /// set. If one breaks off before, the request is tried again. What is larger, and event streams,
-    /// are handed over as they come. Zero: hand all over at once.
+    /// set. If one breaks off before, the request is tried again. Each piece that it comes in counts
+    /// for some 100 bytes more, as its place does. What is larger, and event streams (`text/event-stream`),
+    /// are handed over as they come: nothing of them is cut off, by no time either.
+    ///
+    /// Zero: hand all over at once, but for a 409, whose problem is read up to 64 KiB. That is for
+    /// other answers that come bit by bit for longer than an [`attempt_timeout`](Self::attempt_timeout).
     #[must_use]
     pub fn max_answer(self, bytes: u64) -> Self {
         self.with(|policy| policy.max_answer = bytes)
