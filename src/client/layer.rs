@@ -182,7 +182,11 @@ impl IntentLayer {
 
     /// Whether a warning is logged (`tracing`, target `oncekey::client`) if one body goes to one URL
     /// under two keys within a minute, by any client of the process: the sign of a key that is made
-    /// within a loop. In debug builds unless set. It remembers the last 1,024 intents by their hashes.
+    /// within a loop. In debug builds unless set. It remembers the last 1,024 intents by their hashes,
+    /// and shows scheme, host, port and path of the URL, no key, query or body.
+    ///
+    /// Two intents whose requests are equal look the same to it. Give them a field that differs, which
+    /// is of use to whoever reads the charges too, or turn this off.
     #[must_use]
     pub fn warn_of_new_keys(self, warn: bool) -> Self {
         self.with(|policy| policy.watch = warn)

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use http::{HeaderValue, Method};
+use http::{HeaderValue, Method, Uri};
 use tokio::time::Instant;
 
 use crate::Fingerprint;
@@ -40,16 +40,23 @@ pub(super) fn look(method: &Method, url: &str, body: &[u8], key: &HeaderValue) {
         seen.get_or_insert_default().note(print, hasher.finish(), Instant::now())
     };
     if is_new {
-        // Without the query: it may hold what no log should see.
-        let url = url.split(['?', '#']).next().unwrap_or_default();
         tracing::warn!(
             target: "oncekey::client",
             %method,
-            url,
+            url = shown(url),
             "the same request was sent under another key within a minute: make the key outside of \
-             the loop that tries again; if these are two intents, all is well",
+             the loop that tries again; if these are two intents, give them a field that differs, \
+             or turn this off (`warn_of_new_keys`)",
         );
     }
+}
+
+/// Scheme, host, port and path: a user's password and the query are not for logs.
+fn shown(url: &str) -> String {
+    let Ok(url) = url.parse::<Uri>() else { return String::new() };
+    let scheme = url.scheme_str().map_or(String::new(), |scheme| format!("{scheme}://"));
+    let port = url.port().map_or(String::new(), |port| format!(":{port}"));
+    format!("{scheme}{}{port}{}", url.host().unwrap_or_default(), url.path())
 }
 
 impl Seen {
@@ -73,6 +80,20 @@ impl Seen {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_a_url_only_what_is_no_secret_is_shown() {
+        for (url, expected) in [
+            ("https://u:p@x.example:8443/a/b?c=d#e", "https://x.example:8443/a/b"),
+            ("https://u@x.example?c", "https://x.example/"),
+            ("http://u:p@[::1]:80/", "http://[::1]:80/"),
+            ("/a?b=@", "/a"),
+            ("u:p@x.example:1", "x.example:1"),
+            ("no url", ""),
+        ] {
+            assert_eq!(shown(url), expected, "{url}");
+        }
+    }
 
     #[test]
     fn another_key_within_a_minute_is_told_and_memory_is_bounded() {
