@@ -6,9 +6,23 @@ use super::{BoxError, Report};
 
 /// Why a request of a covered method has no answer. `E` is the error of the client underneath.
 ///
-/// Whether the work was done is not known where there is a [`report`](Self::report): try again later
-/// under the same key, which the report has. Where there is none, nothing was sent under a key.
-/// Callers of `reqwest-middleware` find it by [`Report::of`].
+/// Where there is a [`report`](Self::report), at least one attempt was made, and whether the work was
+/// done is not known: each of them may have had its effect though its answer is lost. So go on with the
+/// same key, which the report has, later: that attempt does what was not done, or gets the answer of
+/// what was. A new key could do it a second time. Where there is no report, nothing was sent under a
+/// key. Callers of `reqwest-middleware` find it by [`Report::of`].
+///
+/// ```
+/// use oncekey::client::IntentError;
+///
+/// fn told<E>(error: &IntentError<E>) -> &'static str {
+///     match error.report() {
+///         Some(_) => "keep `report.key()` and ask again under it",
+///         None => "nothing was sent under a key",
+///     }
+/// }
+/// # assert_eq!(told(&IntentError::<()>::ManyKeys), "nothing was sent under a key");
+/// ```
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum IntentError<E> {
@@ -24,13 +38,18 @@ pub enum IntentError<E> {
     /// elsewhere than by [`IntentKey`](crate::IntentKey), has a space, a `"` or a `,`, so that it could
     /// be read as another.
     NotBare,
-    /// No attempt was answered in time, and the last was cut off.
+    /// No attempt was answered in time, and the last was cut off by its
+    /// [`attempt_timeout`](super::IntentLayer::attempt_timeout) or by the
+    /// [`deadline`](super::IntentLayer::deadline). The work may be done, or be under way still: ask
+    /// again later, under the report's key.
     TimedOut(Report),
-    /// The last attempt failed with an error of the client underneath.
+    /// The last attempt failed with an error of the client underneath. It, or one before it, may have
+    /// been done all the same: ask again later, under the report's key.
     Failed(Report, E),
     /// The request is of a method that is not covered, and failed as it was sent, once.
     Passed(E),
-    /// The last answer broke off.
+    /// The last answer began to come and broke off. The work may well be done: ask again later, under
+    /// the report's key.
     BrokenOff(Report, BoxError),
 }
 
@@ -53,7 +72,12 @@ impl<E> IntentError<E> {
 impl<E> fmt::Display for IntentError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let after = |f: &mut fmt::Formatter<'_>, what: &str, report: &Report| {
-            write!(f, "{what}, at attempt {}; try again later with the same key", report.attempts)
+            write!(
+                f,
+                "{what}, at attempt {}; whether the work was done is not known: ask again later \
+                 with the same key (`Report::key`), not with a new one",
+                report.attempts
+            )
         };
         match self {
             Self::NotRepeatable => f.write_str(
