@@ -588,6 +588,62 @@ async fn an_error_has_the_key_to_go_on_with() {
     assert!(Report::of(&error).is_none());
 }
 
+/// A middleware inside that looks at what it is told, and never has an answer.
+struct Looking(Arc<Mutex<Vec<Report>>>);
+
+#[async_trait::async_trait]
+impl reqwest_middleware::Middleware for Looking {
+    async fn handle(
+        &self,
+        _: reqwest::Request,
+        extensions: &mut http::Extensions,
+        _: reqwest_middleware::Next<'_>,
+    ) -> reqwest_middleware::Result<reqwest::Response> {
+        self.0.lock().unwrap().push(extensions.get::<Report>().unwrap().clone());
+        std::future::pending().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_that_was_made_is_known_while_it_is_sent_and_is_not_taken_for_the_next() {
+    let _watchdog = watchdog();
+    let policy = layer().attempt_timeout(SECOND);
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let client = reqwest_middleware::ClientBuilder::new(reqwest::Client::new())
+        .with(policy.clone())
+        .with(Looking(Arc::clone(&seen)))
+        .build();
+    let mut extensions = http::Extensions::new();
+    let mut keys = Vec::new();
+    for _ in 0..2 {
+        let request = reqwest::Request::new(Method::POST, "http://x.invalid/".parse().unwrap());
+        let send = client.execute_with_extensions(request, &mut extensions);
+        // Given up in the third attempt: no answer, no error, and the caller has the key.
+        assert!(tokio::time::timeout(SECOND * 5 / 2, send).await.is_err());
+        let report = extensions.get::<Report>().unwrap().clone();
+        let seen = std::mem::take(&mut *seen.lock().unwrap());
+        assert_eq!(seen.iter().map(Report::attempts).collect::<Vec<_>>(), [1, 2, 3]);
+        assert!(seen.iter().all(|one| one.key() == report.key()) && report.attempts() == 3);
+        keys.push(report.key().clone());
+    }
+    assert_ne!(keys[0], keys[1], "the same extensions, another intent");
+
+    let inner = service_fn({
+        let seen = Arc::clone(&seen);
+        move |request: Request<Full<Bytes>>| {
+            let report = request.extensions().get::<Report>().unwrap().clone();
+            assert_eq!(report.key(), &request.headers()["idempotency-key"]);
+            seen.lock().unwrap().push(report);
+            std::future::pending::<Result<Response<Full<Bytes>>, Infallible>>()
+        }
+    });
+    let request = Request::post("http://x/").body(Full::from("x")).unwrap();
+    let error = policy.max_attempts(2).layer(inner).call(request).await.unwrap_err();
+    let seen = std::mem::take(&mut *seen.lock().unwrap());
+    assert_eq!(seen.iter().map(Report::attempts).collect::<Vec<_>>(), [1, 2]);
+    assert!(seen.iter().all(|one| one.key() == error.report().unwrap().key()));
+}
+
 #[tokio::test]
 async fn an_answer_that_is_large_or_a_stream_comes_through_whole() {
     let _watchdog = watchdog();

@@ -7,7 +7,8 @@ use http::HeaderValue;
 use super::IntentError;
 
 /// How an answer came, or that none did: an extension of each response to a covered request, and
-/// part of an [`IntentError`](super::IntentError).
+/// part of an [`IntentError`](super::IntentError). It is an extension of each attempt's request too, so
+/// that what is inside of this layer (signing, tracing) knows the attempt and the key.
 ///
 /// ```
 /// use oncekey::client::Report;

@@ -10,8 +10,9 @@ use reqwest_middleware::{Error, Middleware, Next, Result};
 use super::{IntentError, IntentLayer, trial::Trial};
 
 /// Errors are an [`IntentError`] of [`Error`], as [`Error::Middleware`]; those of requests that are
-/// not covered are what they were. Put it outside of middlewares that are to see each attempt, such as
-/// one that signs or traces.
+/// not covered are what they were. The extensions have a [`Report`](super::Report) from the first
+/// attempt on: with `execute_with_extensions` the caller has the key also if it drops the future. Put it
+/// outside of middlewares that are to see each attempt, such as one that signs or traces.
 #[async_trait]
 impl Middleware for IntentLayer {
     async fn handle(
@@ -36,7 +37,8 @@ impl Middleware for IntentLayer {
             let Some(again) = request.try_clone() else {
                 return Err(failed(IntentError::NotRepeatable));
             };
-            let sent = trial.attempt(next.clone().run(again, extensions)).await;
+            trial.begin_attempt(extensions);
+            let sent = trial.in_attempt(next.clone().run(again, extensions)).await;
             let sent = sent.map(|sent| {
                 sent.map(of_the_types).map_err(|error| {
                     let may_help = is_of_the_connection(&error);

@@ -85,8 +85,9 @@ where
         super::watch::look(&parts.method, &parts.uri.to_string(), &body, &trial.key);
     }
     loop {
+        trial.begin_attempt(&mut parts.extensions);
         let request = Request::from_parts(parts.clone(), B::from(body.clone()));
-        let sent = trial.attempt(send(service.clone(), request)).await;
+        let sent = trial.in_attempt(send(service.clone(), request)).await;
         let sent = sent.map(|sent| sent.map_err(|error| (error, true)));
         if let ControlFlow::Break(end) = trial.judge(sent).await {
             return end;

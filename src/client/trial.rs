@@ -73,10 +73,15 @@ impl<'p> Trial<'p> {
         done.map_err(|late| IntentError::Body(late.into()))
     }
 
-    /// One attempt, cut off at the end of its time: then nothing.
-    pub(super) async fn attempt<F: Future>(&mut self, send: F) -> Option<F::Output> {
+    /// The next attempt begins. Whoever sends it, and whoever waits for it, may know its key.
+    pub(super) fn begin_attempt(&mut self, extensions: &mut Extensions) {
         self.attempts = self.attempts.saturating_add(1);
         self.end = after(Instant::now(), self.policy.attempt_timeout).min(self.deadline);
+        extensions.insert(self.report(false));
+    }
+
+    /// What is sent, cut off at the end of the attempt's time: then nothing.
+    pub(super) async fn in_attempt<F: Future>(&self, send: F) -> Option<F::Output> {
         timeout_at(self.end, send).await.ok()
     }
 
