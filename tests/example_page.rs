@@ -11,7 +11,10 @@ mod mischief;
 #[path = "common/payments.rs"]
 mod payments;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use crate::{
     chromium::Chromium,
@@ -22,17 +25,19 @@ use crate::{
 
 const IS_PAID: &str = "!document.getElementById('paid').hidden";
 
-/// A line on which the first charges have these fates, and all else passes.
-async fn line(service: &Payments, fates: &'static [Fate]) -> Mischief {
-    let charges = AtomicUsize::new(0);
-    Mischief::to(service.address, move |_, request| {
+/// A line on which the first charges have these fates, and all else passes; how many charges were asked
+/// for on it so far.
+async fn line(service: &Payments, fates: &'static [Fate]) -> (Mischief, Arc<AtomicUsize>) {
+    let charges = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&charges);
+    let line = Mischief::to(service.address, move |_, request| {
         if !request.starts_with(b"POST /charges") {
             return Fate::Pass;
         }
-        let nth = charges.fetch_add(1, Ordering::SeqCst);
+        let nth = count.fetch_add(1, Ordering::SeqCst);
         fates.get(nth).copied().unwrap_or(Fate::Pass)
-    })
-    .await
+    });
+    (line.await, charges)
 }
 
 /// The id on the receipt, which must be that of the only charge so far.
@@ -64,7 +69,7 @@ async fn a_button_pressed_twice_a_line_that_is_cut_and_a_reload_make_one_charge(
 
     // Pressed twice: two requests, of which one waits for the other.
     let service = Payments::start(&[]);
-    let steady = line(&service, &[]).await;
+    let (steady, _) = line(&service, &[]).await;
     browser.open(&format!("http://{}/?pause=1", steady.address)).await;
     browser.press("pay", 2).await;
     service.until_stat("waiters", |waiters| waiters == 1).await;
@@ -78,22 +83,63 @@ async fn a_button_pressed_twice_a_line_that_is_cut_and_a_reload_make_one_charge(
     browser.press("pay", 1).await;
     service.until_stat("executions", |executions| executions == 2).await;
 
-    // Loaded anew while the charge is made: the page asks again under the same key.
+    // Pressed once more while the charge is made, also with another amount in the field: the same.
     let asked = browser.value("sessionStorage.getItem('payment')").await;
-    browser.reload().await;
+    browser.value("void (document.getElementById('amount').value = '5')").await;
+    browser.press("pay", 1).await;
     service.until_stat("waiters", |waiters| waiters == 1).await;
+    // Loaded anew in the middle: the page asks again under the same key.
+    browser.reload().await;
+    service.until_stat("waiters", |waiters| waiters == 2).await;
     assert_eq!(browser.value("sessionStorage.getItem('payment')").await, asked);
     resume(&service).await;
     let second = receipt(&mut browser, &service, 2).await;
     assert_ne!(second, first);
+}
 
-    // The line is cut before, behind and within the answer.
-    let cut = line(&service, &[Fate::Drop, Fate::Lose, Fate::Cut(50), Fate::Cut(95)]).await;
-    browser.open(&format!("http://{}/", cut.address)).await;
+/// Each twice: where a connection that was used before is cut, the browser itself asks once more.
+#[tokio::test]
+async fn an_answer_that_is_lost_or_cut_in_its_head_or_body_is_asked_for_again() {
+    let _watchdog = watchdog();
+    let Some(mut browser) = Chromium::start().await else { return };
+    let service = Payments::start(&[]);
+    let mut receipts = Vec::new();
+    for fates in [
+        [Fate::Drop; 2],    // the request is lost
+        [Fate::Cut(0); 2],  // the charge is made, and nothing of its answer comes back
+        [Fate::Cut(30); 2], // a part of its head
+        [Fate::Cut(95); 2], // a part of its body
+    ] {
+        let (cut, asked) = line(&service, Vec::leak(fates.into())).await;
+        browser.open(&format!("http://{}/", cut.address)).await;
+        browser.press("pay", 1).await;
+        receipts.push(receipt(&mut browser, &service, receipts.len() as u64 + 1).await);
+        assert_eq!(asked.load(Ordering::SeqCst), 3, "{fates:?}");
+    }
+    receipts.sort();
+    receipts.dedup();
+    assert_eq!(receipts.len(), 4);
+}
+
+/// All at once: pressed again in flight, loaded anew, and then the answer is cut, lost, and lost.
+#[tokio::test]
+async fn whatever_comes_together_one_charge_one_receipt() {
+    let _watchdog = watchdog();
+    let Some(mut browser) = Chromium::start().await else { return };
+    let service = Payments::start(&[]);
+    const FATES: &[Fate] =
+        &[Fate::Pass, Fate::Pass, Fate::Cut(95), Fate::Cut(0), Fate::Cut(0), Fate::Drop];
+    let (line, asked) = line(&service, FATES).await;
+    browser.open(&format!("http://{}/?pause=1", line.address)).await;
     browser.press("pay", 1).await;
-    let third = receipt(&mut browser, &service, 3).await;
-    assert!(third != first && third != second);
-    assert!(cut.requests() >= 7, "a page, its script, four cut requests and the last");
+    service.until_stat("executions", |executions| executions == 1).await;
+    browser.press("pay", 1).await;
+    service.until_stat("waiters", |waiters| waiters == 1).await;
+    browser.reload().await;
+    service.until_stat("waiters", |waiters| waiters == 2).await;
+    resume(&service).await;
+    receipt(&mut browser, &service, 1).await;
+    assert_eq!(asked.load(Ordering::SeqCst), 7);
 }
 
 /// Lets the charge with `pause=1` go on.
