@@ -8,7 +8,7 @@ use http_body::Body;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::{AnswerBody, BoxError, IntentError, Report, judge, layer::Policy};
-use crate::{IntentKey, Key, KeyForm};
+use crate::IntentKey;
 
 /// An answer whose `Retry-After` is behind the end of all clocks is not waited for anyway.
 const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
@@ -154,10 +154,10 @@ impl<'p> Trial<'p> {
     }
 }
 
-/// The key without quotes, if whoever reads it so has the same key (R6).
+/// The key without quotes, if it is the same key without them (R6).
 fn bare(key: &IntentKey) -> Option<String> {
-    let read = Key::parse(key.as_ref(), KeyForm::Any);
-    (read.as_ref() == Ok(key.as_key())).then(|| key.as_str().to_owned())
+    let is_plain = |byte: u8| matches!(byte, 0x21..=0x7e) && !matches!(byte, b'"' | b',');
+    key.as_str().bytes().all(is_plain).then(|| key.as_str().to_owned())
 }
 
 fn after(from: Instant, span: Duration) -> Instant {
