@@ -14,8 +14,12 @@ use http_body_util::BodyExt as _;
 use pin_project_lite::pin_project;
 
 pin_project! {
-    /// The body of a response: the inner client's, of which some or all has been read already. It comes
-    /// in the same frames, trailers included.
+    /// The body of a response of [`Intents`](super::Intents): the inner client's, of which some or all
+    /// has been read already, up to [`max_answer`](super::IntentLayer::max_answer). It comes in the
+    /// same frames, trailers included. Read it as any other, for instance with `http_body_util::BodyExt`.
+    ///
+    /// Its errors are those of the inner body, where that breaks off behind what was read. Then
+    /// nothing is tried again; ask once more under the key of the [`Report`](super::Report).
     pub struct AnswerBody<B> {
         read: VecDeque<Frame<Bytes>>,
         #[pin]

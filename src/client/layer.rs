@@ -140,7 +140,7 @@ impl IntentLayer {
 
     /// How long one attempt may take, its answer included; 20 s unless set, because a server of this
     /// crate lets a duplicate wait for 10 s. An attempt that is cut off does no harm: the next one
-    /// has the same key.
+    /// has the same key. Zero cuts off whatever is not there at once; a century is the most.
     #[must_use]
     pub fn attempt_timeout(self, limit: Duration) -> Self {
         self.with(|policy| policy.attempt_timeout = limit)
@@ -148,7 +148,7 @@ impl IntentLayer {
 
     /// How long all attempts and the times between them may take, and in the tower layer reading the
     /// caller's body before them; 60 s unless set. An attempt that is under way is cut off, and none
-    /// is begun that could not be.
+    /// is begun that could not be. Zero leaves one attempt, cut off at once; a century is the most.
     #[must_use]
     pub fn deadline(self, limit: Duration) -> Self {
         self.with(|policy| policy.deadline = limit)

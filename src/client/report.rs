@@ -30,6 +30,17 @@ impl Report {
     /// The report in an error of `reqwest-middleware`, if the error is one of [`IntentLayer`]'s and
     /// something was sent: above all the key, to go on with.
     ///
+    /// ```
+    /// use oncekey::client::Report;
+    /// use reqwest_middleware::{ClientWithMiddleware, Error};
+    ///
+    /// async fn go_on(client: &ClientWithMiddleware, error: &Error) -> Option<reqwest::Response> {
+    ///     let key = Report::of(error)?.key();
+    ///     let again = client.post("https://pay.example/charges").header("Idempotency-Key", key);
+    ///     again.body("{}").send().await.ok()
+    /// }
+    /// ```
+    ///
     /// [`IntentLayer`]: super::IntentLayer
     pub fn of(error: &reqwest_middleware::Error) -> Option<&Self> {
         match error {

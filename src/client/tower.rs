@@ -25,6 +25,32 @@ use super::{AnswerBody, BoxError, IntentError, IntentLayer, layer::Policy, trial
 /// [`max_body`](IntentLayer::max_body) or has trailers is refused before the first attempt. Every error of the inner service is taken for
 /// one of the connection, and the request is tried again. Each attempt has a clone of the service,
 /// which is dropped with it: one that failed to become ready is not asked again.
+///
+/// Errors are an [`IntentError`]. A future that is dropped sends nothing more; whether what it had sent
+/// was done is not known, so make the key before, where you may drop it.
+///
+/// ```
+/// use std::convert::Infallible;
+/// use bytes::Bytes;
+/// use http::{Request, Response};
+/// use http_body_util::Full;
+/// use oncekey::{IntentKey, client::{IntentLayer, Report}};
+/// use tower::{Layer as _, Service as _, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let service = service_fn(|request: Request<Full<Bytes>>| async move {
+///     assert_eq!(request.headers()["idempotency-key"], "\"charge:inv_17\"");
+///     Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done")))
+/// });
+/// let mut client = IntentLayer::new().layer(service);
+/// let mut request = Request::post("http://pay.example/charges").body(Full::from("{}"))?;
+/// request.extensions_mut().insert(IntentKey::derived("charge", ["inv_17"]));
+/// let response = client.call(request).await?;
+/// assert_eq!(response.extensions().get::<Report>().map(Report::attempts), Some(1));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Intents<S> {
     inner: S,
