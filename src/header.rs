@@ -53,7 +53,10 @@ impl Key {
 
     /// Of bytes that [`check`] would take: ASCII, so nothing is lost.
     pub(crate) fn made(bytes: &[u8]) -> Self {
-        Self(String::from_utf8_lossy(bytes).into())
+        match str::from_utf8(bytes) {
+            Ok(characters) => Self(characters.into()),
+            Err(_) => Self(String::from_utf8_lossy(bytes).into()),
+        }
     }
 
     /// The characters of the key.

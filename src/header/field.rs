@@ -84,12 +84,16 @@ impl Key {
 }
 
 fn bare(value: &[u8]) -> Result<Key, KeyError> {
-    for (at, &byte) in value.iter().enumerate() {
-        match byte {
-            b'"' => return Err(KeyError::Unbalanced),
-            b',' => return Err(KeyError::List),
-            0x21..=0x7e => {}
-            _ => return Err(KeyError::BadByte { at, byte }),
+    // Without a way out in between, so that many bytes are looked at in one step.
+    let is_bad = |byte: u8| !matches!(byte, 0x21..=0x7e) || byte == b'"' || byte == b',';
+    if value.iter().fold(false, |bad, &byte| bad | is_bad(byte)) {
+        for (at, &byte) in value.iter().enumerate() {
+            match byte {
+                b'"' => return Err(KeyError::Unbalanced),
+                b',' => return Err(KeyError::List),
+                0x21..=0x7e => {}
+                _ => return Err(KeyError::BadByte { at, byte }),
+            }
         }
     }
     Key::new(value)

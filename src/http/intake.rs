@@ -154,11 +154,14 @@ pub(crate) enum Refused {
 
 /// Whether the head already says that the body is too large.
 pub(crate) fn is_announced_too_large<B: Body>(headers: &HeaderMap, body: &B, max: usize) -> bool {
-    let announced = headers
-        .get(header::CONTENT_LENGTH)
-        .and_then(|value| value.to_str().ok()?.trim().parse().ok())
-        .unwrap_or(0);
-    body.size_hint().lower().max(announced) > max as u64
+    let size = body.size_hint();
+    let announced = || {
+        let value = headers.get(header::CONTENT_LENGTH)?;
+        value.to_str().ok()?.trim().parse().ok()
+    };
+    // A body that knows its size is not asked twice.
+    let most = size.exact().unwrap_or_else(|| size.lower().max(announced().unwrap_or(0)));
+    most > max as u64
 }
 
 /// Reads the body to its end.

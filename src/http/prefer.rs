@@ -7,12 +7,14 @@
 
 use std::time::Duration;
 
-use http::HeaderMap;
+use http::{HeaderMap, HeaderName};
+
+const PREFER: HeaderName = HeaderName::from_static("prefer");
 
 /// The first `wait` preference, in whole seconds.
 pub(crate) fn wait(headers: &HeaderMap) -> Option<Duration> {
     headers
-        .get_all("prefer")
+        .get_all(PREFER)
         .iter()
         .flat_map(|line| split(line.as_bytes(), b','))
         .filter_map(|preference| split(preference, b';').next())

@@ -28,11 +28,8 @@ pub(crate) fn keep(
     let lines = headers.iter().filter(|(name, _)| is_kept(name));
     let mut outcome = Outcome::new(status.as_u16())
         .headers(room, lines.map(|(name, value)| (name.as_str().as_bytes(), value.as_bytes())));
-    let mut marked = vec![TRAILER];
     for (name, value) in trailers.into_iter().flatten().filter(|(name, _)| is_kept(name)) {
-        marked.truncate(1);
-        marked.extend_from_slice(name.as_str().as_bytes());
-        outcome = outcome.header(&marked, value.as_bytes());
+        outcome = outcome.header([&[TRAILER], name.as_str().as_bytes()].concat(), value.as_bytes());
     }
     outcome.body(body)
 }
@@ -119,18 +116,24 @@ fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
 }
 
 fn is_left_out(policy: &Policy, name: &HeaderName) -> bool {
-    let text = name.as_str();
-    match text {
-        "connection" | "keep-alive" | "te" | "trailer" | "transfer-encoding" | "upgrade"
-        | "content-length" | "date" => true,
-        "set-cookie" => !policy.keep_set_cookie,
-        "www-authenticate" => !policy.keep_www_authenticate,
-        _ => {
-            text.starts_with("proxy-")
-                || text.starts_with("access-control-")
-                || policy.left_out.contains(name)
-        }
+    // Names that the crate knows are compared by their number.
+    match *name {
+        header::CONNECTION
+        | header::TE
+        | header::TRAILER
+        | header::TRANSFER_ENCODING
+        | header::UPGRADE
+        | header::CONTENT_LENGTH
+        | header::DATE => return true,
+        header::SET_COOKIE => return !policy.keep_set_cookie,
+        header::WWW_AUTHENTICATE => return !policy.keep_www_authenticate,
+        _ => {}
     }
+    let text = name.as_str();
+    text == "keep-alive"
+        || text.starts_with("proxy-")
+        || text.starts_with("access-control-")
+        || policy.left_out.contains(name)
 }
 
 #[cfg(test)]
