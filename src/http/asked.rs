@@ -8,17 +8,19 @@ use super::{
     attempt::Caller,
     body::ResponseBody,
     endpoint,
-    intake::Received,
+    intake::{Charge, Received},
     layer::{Config, Over, Slot},
     policy::Policy,
     prefer,
     problem::Problem,
     reply,
+    shares::Of,
     watch::{Ending, Watch},
 };
 use crate::{Claim, ClaimError, Fingerprint, NotClaimed, Outcome, Replay, Scheme};
 
 /// What is known of a request from its head, captured before anything ran (R12).
+#[derive(Clone)]
 pub(crate) struct Asked {
     pub(crate) config: Arc<Config>,
     pub(crate) policy: Arc<Policy>,
@@ -27,8 +29,8 @@ pub(crate) struct Asked {
     pub(crate) wait_limit: Duration,
     pub(crate) watch: Watch,
     /// For the veto, if there is one.
-    parts: Option<Box<Parts>>,
-    method: Method,
+    parts: Option<Arc<Parts>>,
+    pub(crate) method: Method,
     version: Version,
 }
 
@@ -74,6 +76,12 @@ impl Asked {
     pub(crate) fn fingerprint(&self, parts: &Parts, received: &Received) -> Fingerprint {
         let path = endpoint::path(parts);
         self.policy.fingerprint.of(parts, path, received.bytes.as_ref())
+    }
+
+    /// What its body takes of the budget: nothing yet.
+    pub(crate) fn charge(&self) -> Charge {
+        let caps = &self.config.caps;
+        Charge::new(&caps.budget, caps.share(&self.caller, Of::Buffered))
     }
 
     /// Claims. Where nothing is there, a place for an owner is taken before, and comes along.

@@ -180,6 +180,12 @@ impl Backing {
         There::Nothing
     }
 
+    /// Whether a claim that was won in memory has to [`enter`](Self::enter).
+    #[cfg(feature = "tier")]
+    pub(super) fn is_tiered(&self) -> bool {
+        self.tiered.is_some()
+    }
+
     /// Takes a claim that was won in memory to the tier, if there is one.
     pub(super) async fn enter(
         &self,
@@ -263,26 +269,61 @@ impl Claimed {
         }
     }
 
-    pub(super) async fn settle(self, verb: Verb) -> Result<Ending, Stale> {
-        match self {
-            Self::Memory(permit) => match verb {
-                Verb::Complete(outcome) => permit.complete(outcome).map(ending),
-                Verb::CompleteNotKept => permit.complete_not_kept().map(ending),
-                Verb::Release => permit.release().map(|()| Ending::Released),
-                Verb::ReleaseWith(answer) => permit.release_with(answer).map(|()| Ending::Released),
-            }
-            .map_err(|lost| Stale(lost.into_outcome())),
+    /// Settles what is in memory alone. What is in a tier comes back, with the verb.
+    pub(super) fn settle_at_once(self, verb: Verb) -> Result<Result<Ending, Stale>, InTier> {
+        let permit = match self {
+            Self::Memory(permit) => permit,
             #[cfg(feature = "tier")]
-            Self::Tier(owned) => match verb {
-                Verb::Complete(outcome) => owned.complete(Some(outcome)).await.map(ending),
-                Verb::CompleteNotKept => owned.complete(None).await.map(ending),
-                Verb::Release => owned.release(None).await.map(|()| Ending::Released),
-                Verb::ReleaseWith(answer) => {
-                    owned.release(Some(answer)).await.map(|()| Ending::Released)
-                }
-            }
-            .map_err(|stale| Stale(stale.outcome)),
+            Self::Tier(owned) => return Err(InTier { owned, verb }),
+        };
+        let result = match verb {
+            Verb::Complete(outcome) => permit.complete(outcome).map(ending),
+            Verb::CompleteNotKept => permit.complete_not_kept().map(ending),
+            Verb::Release => permit.release().map(|()| Ending::Released),
+            Verb::ReleaseWith(answer) => permit.release_with(answer).map(|()| Ending::Released),
+        };
+        Ok(result.map_err(|lost| Stale(lost.into_outcome())))
+    }
+
+    pub(super) async fn settle(self, verb: Verb) -> Result<Ending, Stale> {
+        match self.settle_at_once(verb) {
+            Ok(result) => result,
+            Err(in_tier) => in_tier.settle().await,
         }
+    }
+}
+
+/// What is to be settled in a tier too.
+#[cfg(not(feature = "tier"))]
+pub(super) enum InTier {}
+
+#[cfg(not(feature = "tier"))]
+impl InTier {
+    pub(super) async fn settle(self) -> Result<Ending, Stale> {
+        match self {}
+    }
+}
+
+/// What is to be settled in a tier too.
+#[cfg(feature = "tier")]
+pub(super) struct InTier {
+    owned: Box<Owned>,
+    verb: Verb,
+}
+
+#[cfg(feature = "tier")]
+impl InTier {
+    pub(super) async fn settle(self) -> Result<Ending, Stale> {
+        let Self { owned, verb } = self;
+        match verb {
+            Verb::Complete(outcome) => owned.complete(Some(outcome)).await.map(ending),
+            Verb::CompleteNotKept => owned.complete(None).await.map(ending),
+            Verb::Release => owned.release(None).await.map(|()| Ending::Released),
+            Verb::ReleaseWith(answer) => {
+                owned.release(Some(answer)).await.map(|()| Ending::Released)
+            }
+        }
+        .map_err(|stale| Stale(stale.outcome))
     }
 }
 

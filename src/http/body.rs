@@ -22,18 +22,19 @@ use super::BoxError;
 struct Whole {
     /// `None` once sent, or if there are none: no empty frame is ever sent.
     data: Option<Bytes>,
-    trailers: Option<HeaderMap>,
+    /// Boxed: they are rare, and a body is moved often.
+    trailers: Option<Box<HeaderMap>>,
 }
 
 impl Whole {
-    fn new(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+    fn new(data: Bytes, trailers: Option<Box<HeaderMap>>) -> Self {
         Self { data: Some(data).filter(|data| !data.is_empty()), trailers }
     }
 
     fn next(&mut self) -> Option<Frame<Bytes>> {
         match self.data.take() {
             Some(data) => Some(Frame::data(data)),
-            None => self.trailers.take().map(Frame::trailers),
+            None => self.trailers.take().map(|trailers| Frame::trailers(*trailers)),
         }
     }
 
@@ -76,7 +77,7 @@ impl<B> RequestBody<B> {
         Self { kind: RequestKind::Untouched { body } }
     }
 
-    pub(crate) fn buffered(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+    pub(crate) fn buffered(data: Bytes, trailers: Option<Box<HeaderMap>>) -> Self {
         Self { kind: RequestKind::Buffered { whole: Whole::new(data, trailers) } }
     }
 }
@@ -169,7 +170,7 @@ impl<B> ResponseBody<B> {
         Self { kind: ResponseKind::Untouched { body } }
     }
 
-    pub(crate) fn buffered(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+    pub(crate) fn buffered(data: Bytes, trailers: Option<Box<HeaderMap>>) -> Self {
         Self { kind: ResponseKind::Buffered { whole: Whole::new(data, trailers) } }
     }
 
@@ -291,8 +292,8 @@ mod tests {
 
     type Response = ResponseBody<Full<Bytes>>;
 
-    fn trailers() -> HeaderMap {
-        let mut trailers = HeaderMap::new();
+    fn trailers() -> Box<HeaderMap> {
+        let mut trailers = Box::new(HeaderMap::new());
         trailers.insert("x-sum", http::HeaderValue::from_static("1"));
         trailers
     }
@@ -306,12 +307,12 @@ mod tests {
         let body = Response::buffered(Bytes::from_static(b"abc"), Some(trailers()));
         assert_eq!(body.size_hint().exact(), None);
         let all = body.collect().await.unwrap();
-        assert_eq!(all.trailers(), Some(&trailers()));
+        assert_eq!(all.trailers(), Some(&*trailers()));
         assert_eq!(all.to_bytes(), "abc");
 
         let only = Response::buffered(Bytes::new(), Some(trailers()));
         assert!(!only.is_end_stream());
-        assert_eq!(only.collect().await.unwrap().trailers(), Some(&trailers()));
+        assert_eq!(only.collect().await.unwrap().trailers(), Some(&*trailers()));
         assert!(Response::default().is_end_stream());
         assert!(RequestBody::<Full<Bytes>>::default().is_end_stream());
     }

@@ -1,18 +1,23 @@
 //! The response body comes in: buffered whole if it may be kept, else handed on as it comes (R20).
 
-use std::{pin::pin, time::Duration};
+use std::{
+    future::poll_fn,
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header, response::Parts};
-use http_body::Body;
-use http_body_util::BodyExt;
+use http_body::{Body, Frame};
+use tokio::time::timeout;
 
-use super::{BoxError, at_once, body::Rest};
+use super::{BoxError, body::Rest};
 
 /// What became of a response body.
 pub(crate) enum Captured<R> {
-    /// It is here whole, in a buffer of its own size.
-    Whole { data: Bytes, trailers: Option<HeaderMap> },
+    /// It is here whole.
+    Whole { data: Bytes, trailers: Option<Box<HeaderMap>> },
     /// It is too large, took too long or broke off: so much is here, and the rest is to come.
     Open { prefix: Bytes, rest: Rest<R> },
 }
@@ -27,47 +32,104 @@ pub(crate) fn is_stream(head: &Parts) -> bool {
     head.status == StatusCode::SWITCHING_PROTOCOLS || is_event_stream().unwrap_or(false)
 }
 
-/// Buffers up to `max` bytes. One of unknown size may take `limit` for it.
-pub(crate) async fn capture<R>(body: R, max: usize, limit: Duration) -> Captured<R>
+/// A response body on its way in, up to `max` bytes.
+pub(crate) struct Capturing<R> {
+    body: Pin<Box<R>>,
+    max: usize,
+    is_sized: bool,
+    /// Most bodies come in one piece, which is not copied.
+    first: Bytes,
+    /// All of them, if there are more.
+    all: Vec<u8>,
+}
+
+/// How far a body was read.
+enum Read {
+    ToTheEnd(Option<Box<HeaderMap>>),
+    ToTheLimit,
+    Broken(BoxError),
+}
+
+impl<R> Capturing<R>
 where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
 {
-    let size = body.size_hint();
-    let mut body = Box::pin(body);
-    if size.lower() > max as u64 {
-        return Captured::Open { prefix: Bytes::new(), rest: Rest::Body(body) };
+    pub(crate) fn new(body: R, max: usize) -> Self {
+        let is_sized = body.size_hint().exact().is_some();
+        Self { body: Box::pin(body), max, is_sized, first: Bytes::new(), all: Vec::new() }
     }
-    // At most `max`, as has just been seen.
-    let mut data = Vec::with_capacity(size.lower() as usize);
-    let mut trailers = None;
-    let reading = async {
-        while let Some(frame) = body.frame().await {
-            match frame.map_err(|error| Some(error.into()))?.into_data() {
-                Ok(chunk) => {
-                    data.extend_from_slice(&chunk);
-                    if data.len() > max {
-                        return Err(None);
+
+    /// What became of it, or how far it is if it has to wait.
+    pub(crate) fn at_once(mut self, cx: &mut Context<'_>) -> Result<Captured<R>, Self> {
+        match self.poll(cx) {
+            Poll::Ready(read) => Ok(self.captured(read)),
+            Poll::Pending => Err(self),
+        }
+    }
+
+    /// What became of it. One of unknown size may take `limit` for it.
+    pub(crate) async fn within(mut self, limit: Duration) -> Captured<R> {
+        let is_sized = self.is_sized;
+        let reading = poll_fn(|cx| self.poll(cx));
+        let read = match is_sized {
+            true => reading.await,
+            false => timeout(limit, reading).await.unwrap_or(Read::ToTheLimit),
+        };
+        self.captured(read)
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Read> {
+        if self.len() == 0 && self.body.size_hint().lower() > self.max as u64 {
+            return Poll::Ready(Read::ToTheLimit);
+        }
+        while !self.body.is_end_stream() {
+            let Some(frame) = ready!(self.body.as_mut().poll_frame(cx)) else { break };
+            match frame.map(Frame::into_data) {
+                Ok(Ok(chunk)) => {
+                    self.take(chunk);
+                    if self.len() > self.max {
+                        return Poll::Ready(Read::ToTheLimit);
                     }
                 }
-                Err(frame) => {
-                    trailers = frame.into_trailers().ok();
-                    break;
+                Ok(Err(frame)) => {
+                    let trailers = frame.into_trailers().ok().map(Box::new);
+                    return Poll::Ready(Read::ToTheEnd(trailers));
                 }
+                Err(error) => return Poll::Ready(Read::Broken(error.into())),
             }
         }
-        Ok(())
-    };
-    let read: Result<(), Option<BoxError>> = match size.exact() {
-        Some(_) => reading.await,
-        None => at_once::within(limit, pin!(reading)).await.unwrap_or(Err(None)),
-    };
-    // A buffer of its own size: the store counts the length, not the capacity.
-    let data = Bytes::from(data.into_boxed_slice());
-    match read {
-        Ok(()) => Captured::Whole { data, trailers },
-        Err(None) => Captured::Open { prefix: data, rest: Rest::Body(body) },
-        Err(Some(error)) => Captured::Open { prefix: data, rest: Rest::Broken(error) },
+        Poll::Ready(Read::ToTheEnd(None))
+    }
+
+    fn len(&self) -> usize {
+        self.first.len().max(self.all.len())
+    }
+
+    fn take(&mut self, chunk: Bytes) {
+        if self.len() == 0 {
+            self.first = chunk;
+            return;
+        }
+        if self.all.is_empty() {
+            // What is still to come is within the limit, as far as it is known.
+            let left = self.body.size_hint().lower().min(self.max as u64) as usize;
+            self.all.reserve_exact(self.first.len() + chunk.len() + left);
+            self.all.extend_from_slice(&self.first);
+        }
+        self.all.extend_from_slice(&chunk);
+    }
+
+    fn captured(self, read: Read) -> Captured<R> {
+        let data = match self.all.is_empty() {
+            true => self.first,
+            false => Bytes::from(self.all),
+        };
+        match read {
+            Read::ToTheEnd(trailers) => Captured::Whole { data, trailers },
+            Read::ToTheLimit => Captured::Open { prefix: data, rest: Rest::Body(self.body) },
+            Read::Broken(error) => Captured::Open { prefix: data, rest: Rest::Broken(error) },
+        }
     }
 }
 
@@ -101,7 +163,6 @@ pub(crate) fn let_frame(headers: &mut HeaderMap) {
 mod tests {
     use futures_util::{StreamExt, stream};
     use http::Response;
-    use http_body::Frame;
     use http_body_util::{Full, StreamBody};
 
     use super::*;
@@ -111,6 +172,14 @@ mod tests {
     fn chunks(parts: &'static [&'static [u8]]) -> impl Body<Data = Bytes, Error = BoxError> {
         let frames = parts.iter().map(|part| Ok(Frame::data(Bytes::from_static(part))));
         StreamBody::new(stream::iter(frames.collect::<Vec<_>>()))
+    }
+
+    async fn capture<R>(body: R, max: usize, limit: Duration) -> Captured<R>
+    where
+        R: Body<Data = Bytes>,
+        R::Error: Into<BoxError>,
+    {
+        Capturing::new(body, max).within(limit).await
     }
 
     fn prefix<R>(captured: Captured<R>) -> Option<Bytes> {

@@ -1,4 +1,5 @@
-//! [`ResponseFuture`]: one allocation for a request that was let in, none for one that passes.
+//! [`ResponseFuture`]: one allocation for a request that was let in, more only if it has to wait; none for
+//! one that passes.
 
 use std::{
     fmt,
@@ -7,13 +8,20 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+use bytes::Bytes;
 use http::{Request, Response};
+use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::body::{RequestBody, ResponseBody};
+use super::{
+    BoxError,
+    body::{RequestBody, ResponseBody},
+    owner,
+    work::Work,
+};
 
-type Running<R, E> = Pin<Box<dyn Future<Output = Result<Response<ResponseBody<R>>, E>> + Send>>;
+type GoesOn<R, E> = Pin<Box<dyn Future<Output = Result<Response<ResponseBody<R>>, E>> + Send>>;
 
 pin_project! {
     /// The future of [`Idempotency`](super::Idempotency). Dropping it does not stop an owner (R18).
@@ -36,7 +44,10 @@ pin_project! {
         Pass { service: S, request: Option<Request<RequestBody<B>>> },
         Called { #[pin] future: S::Future },
         Answer { response: Option<Response<ResponseBody<R>>> },
-        Run { running: Running<R, S::Error> },
+        /// Let in.
+        Work { work: Option<Pin<Box<Work<S, B, R>>>> },
+        /// It had to wait.
+        GoesOn { going_on: GoesOn<R, S::Error> },
     }
 }
 
@@ -52,28 +63,32 @@ where
         Self { kind: Kind::Answer { response: Some(response) } }
     }
 
-    pub(super) fn run(
-        running: impl Future<Output = Result<Response<ResponseBody<R>>, S::Error>> + Send + 'static,
-    ) -> Self {
-        Self { kind: Kind::Run { running: Box::pin(running) } }
+    pub(super) fn work(work: Pin<Box<Work<S, B, R>>>) -> Self {
+        Self { kind: Kind::Work { work: Some(work) } }
     }
 }
 
 impl<S, B, R> Future for ResponseFuture<S, B, R>
 where
-    S: Service<Request<RequestBody<B>>, Response = Response<R>>,
+    S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
 {
     type Output = Result<Response<ResponseBody<R>>, S::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut kind = self.project().kind;
         loop {
-            let future = match kind.as_mut().project() {
+            let next = match kind.as_mut().project() {
                 KindProj::Pass { service, request } => {
                     ready!(service.poll_ready(cx))?;
                     // Taken once: the state is left below. A finished future stays pending.
                     let Some(request) = request.take() else { return Poll::Pending };
-                    service.call(request)
+                    Kind::Called { future: service.call(request) }
                 }
                 KindProj::Called { future } => {
                     return future.poll(cx).map(|result| {
@@ -85,9 +100,18 @@ where
                         .take()
                         .map_or(Poll::Pending, |response| Poll::Ready(Ok(response)));
                 }
-                KindProj::Run { running } => return running.as_mut().poll(cx),
+                KindProj::Work { work } => {
+                    let Some(work) = work.take() else { return Poll::Pending };
+                    match owner::at_once(work, cx) {
+                        Ok(answer) => return Poll::Ready(answer),
+                        Err((work, waits)) => {
+                            Kind::GoesOn { going_on: Box::pin(owner::go_on(work, waits)) }
+                        }
+                    }
+                }
+                KindProj::GoesOn { going_on } => return going_on.as_mut().poll(cx),
             };
-            kind.set(Kind::Called { future });
+            kind.set(next);
         }
     }
 }

@@ -13,21 +13,23 @@
 
 use std::{
     collections::HashMap,
-    pin::{Pin, pin},
+    future::poll_fn,
+    pin::Pin,
     sync::{
         Arc, Weak,
         atomic::{AtomicUsize, Ordering},
     },
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
 use bytes::Bytes;
 use http::{HeaderMap, Version, header, request::Parts};
-use http_body::Body;
-use http_body_util::{BodyExt, LengthLimitError};
+use http_body::{Body, Frame};
+use http_body_util::LengthLimitError;
 use parking_lot::Mutex;
 
-use super::{BoxError, at_once, shares::Share};
+use super::{BoxError, shares::Share};
 
 /// A first allocation, if the client does not say how much will come, or says much.
 const FIRST: usize = 8 * 1024;
@@ -114,13 +116,13 @@ struct Buffer {
 
 impl BodyBytes {
     /// For the handler. The charge lasts as long as any of these bytes.
-    pub(crate) fn to_bytes(&self) -> Bytes {
-        if self.as_ref().is_empty() { Bytes::new() } else { Bytes::from_owner(self.clone()) }
+    pub(crate) fn into_bytes(self) -> Bytes {
+        if self.as_ref().is_empty() { Bytes::new() } else { Bytes::from_owner(self) }
     }
 
-    /// To list them by, without keeping them.
-    pub(crate) fn faint(&self) -> Faint {
-        Faint(Arc::downgrade(&self.0))
+    /// To list them by, without keeping them. None are not listed.
+    pub(crate) fn faint(&self) -> Option<Faint> {
+        (!self.as_ref().is_empty()).then(|| Faint(Arc::downgrade(&self.0)))
     }
 }
 
@@ -136,7 +138,7 @@ pub(crate) struct Faint(Weak<Buffer>);
 /// A request body that came in whole.
 pub(crate) struct Received {
     pub(crate) bytes: BodyBytes,
-    pub(crate) trailers: Option<HeaderMap>,
+    pub(crate) trailers: Option<Box<HeaderMap>>,
 }
 
 /// Why a body did not come in.
@@ -164,59 +166,66 @@ pub(crate) fn is_announced_too_large<B: Body>(headers: &HeaderMap, body: &B, max
     most > max as u64
 }
 
-/// Reads the body to its end.
-pub(crate) async fn read<B>(
-    body: Pin<&mut B>,
-    max: usize,
-    limit: Duration,
+/// A body on its way in.
+pub(crate) struct Reading {
+    bytes: Vec<u8>,
+    trailers: Option<Box<HeaderMap>>,
+    /// How many bytes will come, if the body knows.
+    announced: Option<usize>,
     charge: Charge,
-) -> Result<Received, Refused>
-where
-    B: Body<Data = Bytes>,
-    B::Error: Into<BoxError>,
-{
-    if body.is_end_stream() {
-        let bytes = BodyBytes(Arc::new(Buffer { bytes: Box::default(), _charge: charge }));
-        return Ok(Received { bytes, trailers: None });
-    }
-    let reading = pin!(read_all(body, max, charge));
-    at_once::within(limit, reading).await.unwrap_or(Err(Refused::TooSlow))
 }
 
-async fn read_all<B>(
-    mut body: Pin<&mut B>,
-    max: usize,
-    mut charge: Charge,
-) -> Result<Received, Refused>
-where
-    B: Body<Data = Bytes>,
-    B::Error: Into<BoxError>,
-{
-    let announced = body.size_hint().exact().and_then(|size| usize::try_from(size).ok());
-    let mut bytes = Vec::new();
-    let mut trailers = None;
-    while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|error| why_broken(error.into()))?;
-        match frame.into_data() {
-            Ok(chunk) => {
-                let len = bytes.len().checked_add(chunk.len()).ok_or(Refused::TooLarge)?;
-                if len > max {
-                    return Err(Refused::TooLarge);
-                }
-                if len > bytes.capacity() {
-                    let room = room(len, bytes.capacity(), announced).min(max);
-                    charge.grow_to(room)?;
-                    bytes.reserve_exact(room - bytes.len());
-                }
-                bytes.extend_from_slice(&chunk);
-            }
-            Err(frame) => trailers = frame.into_trailers().ok(),
-        }
+impl Reading {
+    pub(crate) fn new(announced: Option<u64>, charge: Charge) -> Self {
+        let announced = announced.and_then(|size| usize::try_from(size).ok());
+        Self { bytes: Vec::new(), trailers: None, announced, charge }
     }
-    // Also gives back what doubling took too much.
-    let bytes = bytes.into_boxed_slice();
-    charge.shrink_to(bytes.len());
-    Ok(Received { bytes: BodyBytes(Arc::new(Buffer { bytes, _charge: charge })), trailers })
+
+    /// Reads on, to the end of the body.
+    pub(crate) fn poll<B>(
+        &mut self,
+        mut body: Pin<&mut B>,
+        max: usize,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), Refused>>
+    where
+        B: Body<Data = Bytes>,
+        B::Error: Into<BoxError>,
+    {
+        while !body.is_end_stream() {
+            let Some(frame) = ready!(body.as_mut().poll_frame(cx)) else { break };
+            let frame = frame.map_err(|error| why_broken(error.into()))?;
+            match frame.into_data() {
+                Ok(chunk) => self.take(&chunk, max)?,
+                Err(frame) => self.trailers = frame.into_trailers().ok().map(Box::new),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn take(&mut self, chunk: &[u8], max: usize) -> Result<(), Refused> {
+        let Self { bytes, announced, charge, .. } = self;
+        let len = bytes.len().checked_add(chunk.len()).ok_or(Refused::TooLarge)?;
+        if len > max {
+            return Err(Refused::TooLarge);
+        }
+        if len > bytes.capacity() {
+            let room = room(len, bytes.capacity(), *announced).min(max);
+            charge.grow_to(room)?;
+            bytes.reserve_exact(room - bytes.len());
+        }
+        bytes.extend_from_slice(chunk);
+        Ok(())
+    }
+
+    /// What came.
+    pub(crate) fn received(self) -> Received {
+        let Self { bytes, trailers, mut charge, .. } = self;
+        // Also gives back what doubling took too much.
+        let bytes = bytes.into_boxed_slice();
+        charge.shrink_to(bytes.len());
+        Received { bytes: BodyBytes(Arc::new(Buffer { bytes, _charge: charge })), trailers }
+    }
 }
 
 /// Reads on, for nobody, what is still coming of a body that was refused: `max` bytes at most, for as
@@ -224,29 +233,31 @@ where
 ///
 /// HTTP/2 needs none of this, where an answer does not end the connection. A client that asks before
 /// it sends is not told to.
-pub(crate) fn linger<B>(parts: &Parts, body: Pin<Box<B>>, max: usize, limit: Duration)
+pub(crate) fn linger<E, P>(mut poll_frame: P, max: usize, limit: Duration)
 where
-    B: Body<Data = Bytes> + Send + 'static,
-    B::Error: Into<BoxError>,
+    P: FnMut(&mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, E>>> + Send + 'static,
+    E: 'static,
 {
-    let is_over = body.is_end_stream()
+    let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+    let reading = async move {
+        let mut left = max;
+        while let Some(Ok(frame)) = poll_fn(&mut poll_frame).await {
+            let len = frame.data_ref().map_or(0, Bytes::len);
+            match left.checked_sub(len) {
+                Some(rest) => left = rest,
+                None => break,
+            }
+        }
+    };
+    drop(runtime.spawn(tokio::time::timeout(limit, reading)));
+}
+
+/// Whether nothing is to come of a refused body that anybody should [`linger`] for.
+pub(crate) fn is_over<B: Body>(parts: &Parts, body: &B, max: usize) -> bool {
+    body.is_end_stream()
         || parts.version >= Version::HTTP_2
         || parts.headers.contains_key(header::EXPECT)
-        || body.size_hint().lower() > max as u64;
-    if let (false, Ok(runtime)) = (is_over, tokio::runtime::Handle::try_current()) {
-        let mut body = body;
-        let reading = async move {
-            let mut left = max;
-            while let Some(Ok(frame)) = body.frame().await {
-                let len = frame.data_ref().map_or(0, Bytes::len);
-                match left.checked_sub(len) {
-                    Some(rest) => left = rest,
-                    None => break,
-                }
-            }
-        };
-        drop(runtime.spawn(tokio::time::timeout(limit, reading)));
-    }
+        || body.size_hint().lower() > max as u64
 }
 
 /// How much room to make for `len` bytes: doubling, as a vector would, or what was announced. That
@@ -283,7 +294,7 @@ impl Bodies {
     /// Lists a body until the guard is dropped. The latest entry of a digest stands.
     pub(crate) fn list(self: &Arc<Self>, digest: [u8; 32], body: Faint) -> Listed {
         let Faint(entry) = body;
-        if entry.upgrade().is_some_and(|body| !body.bytes.is_empty()) {
+        if entry.strong_count() > 0 {
             self.shard(&digest).lock().insert(digest, Weak::clone(&entry));
         }
         Listed { bodies: Arc::clone(self), digest, entry }
@@ -313,12 +324,11 @@ impl Drop for Listed {
 
 #[cfg(test)]
 mod tests {
-    use http_body::Frame;
+    use std::pin::pin;
+
     use http_body_util::{Full, Limited, StreamBody};
 
     use super::*;
-
-    const LONG: Duration = Duration::from_secs(60);
 
     fn chunks(parts: &'static [&'static [u8]]) -> impl Body<Data = Bytes, Error = BoxError> {
         let frames = parts.iter().map(|part| Ok(Frame::data(Bytes::from_static(part))));
@@ -329,8 +339,15 @@ mod tests {
         Arc::new(Budget::new(max))
     }
 
-    fn charge(budget: &Arc<Budget>) -> Charge {
-        Charge::new(budget, None)
+    async fn read<B>(body: B, max: usize, budget: &Arc<Budget>) -> Result<Received, Refused>
+    where
+        B: Body<Data = Bytes>,
+        B::Error: Into<BoxError>,
+    {
+        let mut reading = Reading::new(body.size_hint().exact(), Charge::new(budget, None));
+        let mut body = pin!(body);
+        poll_fn(|cx| reading.poll(body.as_mut(), max, cx)).await?;
+        Ok(reading.received())
     }
 
     #[tokio::test]
@@ -338,37 +355,31 @@ mod tests {
         let budget = budget(1_000_000);
         for (max, fits) in [(5, false), (6, true), (7, true)] {
             let body = chunks(&[b"abc", b"", b"def"]);
-            let read = read(pin!(body), max, LONG, charge(&budget)).await;
+            let read = read(body, max, &budget).await;
             assert_eq!(read.is_ok(), fits);
             if let Ok(read) = read {
                 assert_eq!(read.bytes.as_ref(), b"abcdef");
             }
             assert_eq!(budget.used(), 0);
         }
-        let read = read(pin!(Full::new(Bytes::new())), 0, LONG, charge(&budget)).await.unwrap();
+        let read = read(Full::new(Bytes::new()), 0, &budget).await.unwrap();
         assert!(read.bytes.as_ref().is_empty());
     }
 
     #[tokio::test]
     async fn r19_all_buffered_bytes_are_charged_until_the_last_holder_drops_them() {
         let budget = budget(100_000);
-        let first =
-            read(pin!(Full::new(Bytes::from(vec![1; 60_000]))), 1 << 20, LONG, charge(&budget))
-                .await;
-        let first = first.unwrap();
+        let full = |len: usize| Full::new(Bytes::from(vec![1; len]));
+        let first = read(full(60_000), 1 << 20, &budget).await.unwrap();
         assert_eq!(budget.used(), 60_000);
-        let second =
-            read(pin!(Full::new(Bytes::from(vec![1; 40_001]))), 1 << 20, LONG, charge(&budget))
-                .await;
+        let second = read(full(40_001), 1 << 20, &budget).await;
         assert_eq!(second.err(), Some(Refused::NoRoom));
-        let of_handler = first.bytes.to_bytes().slice(..1);
+        let of_handler = first.bytes.clone().into_bytes().slice(..1);
         drop(first);
         assert_eq!(budget.used(), 60_000);
         drop(of_handler);
         assert_eq!(budget.used(), 0);
-        let whole =
-            read(pin!(Full::new(Bytes::from(vec![1; 100_000]))), 1 << 20, LONG, charge(&budget))
-                .await;
+        let whole = read(full(100_000), 1 << 20, &budget).await;
         assert!(whole.is_ok(), "a body of known size takes no more than its size");
     }
 
@@ -377,31 +388,28 @@ mod tests {
         let budget = budget(1_000_000);
         let frames = [Ok(Frame::data(Bytes::from_static(b"abc"))), Err(BoxError::from("cut"))];
         let cut = StreamBody::new(futures_util::stream::iter(frames));
-        assert_eq!(read(pin!(cut), 9, LONG, charge(&budget)).await.err(), Some(Refused::Broken));
+        assert_eq!(read(cut, 9, &budget).await.err(), Some(Refused::Broken));
 
         let outer = Limited::new(chunks(&[b"abcdef"]), 5);
-        assert_eq!(
-            read(pin!(outer), 9, LONG, charge(&budget)).await.err(),
-            Some(Refused::TooLarge)
-        );
+        assert_eq!(read(outer, 9, &budget).await.err(), Some(Refused::TooLarge));
 
         let endless = StreamBody::new(futures_util::stream::pending::<Result<_, BoxError>>());
-        let slow = read(pin!(endless), 9, Duration::from_millis(1), charge(&budget)).await;
-        assert_eq!(slow.err(), Some(Refused::TooSlow));
+        let slow = tokio::time::timeout(Duration::from_millis(1), read(endless, 9, &budget)).await;
+        assert!(slow.is_err());
         assert_eq!(budget.used(), 0);
     }
 
     #[tokio::test]
     async fn r19_equal_bodies_are_shared_while_one_is_listed() {
         let budget = budget(1_000_000);
-        let body = || async { read(pin!(chunks(&[b"abc"])), 9, LONG, charge(&budget)).await };
+        let body = || async { read(chunks(&[b"abc"]), 9, &budget).await };
         let (first, second) = (body().await.unwrap().bytes, body().await.unwrap().bytes);
         let bodies = Arc::new(Bodies::default());
         assert!(bodies.find(&[7; 32]).is_none());
-        let listed = bodies.list([7; 32], first.faint());
+        let listed = bodies.list([7; 32], first.faint().unwrap());
         assert!(Arc::ptr_eq(&bodies.find(&[7; 32]).unwrap().0, &first.0));
 
-        let later = bodies.list([7; 32], second.faint());
+        let later = bodies.list([7; 32], second.faint().unwrap());
         drop(listed);
         assert!(Arc::ptr_eq(&bodies.find(&[7; 32]).unwrap().0, &second.0));
         drop(second);

@@ -140,6 +140,7 @@ mod service;
 mod shares;
 mod veto;
 mod watch;
+mod work;
 
 #[cfg(feature = "tier")]
 pub use self::in_transaction::{InTransaction, InTransactionError};

@@ -13,12 +13,13 @@ use crate::Outcome;
 /// Marks a header line of an outcome as a trailer.
 const TRAILER: u8 = b':';
 
-/// What is kept of a response. The bytes of `body` must own their buffer.
+/// What is kept of a response: copies, because it is buffers that stay in memory and the store counts
+/// the bytes.
 pub(crate) fn keep(
     policy: &Policy,
     status: StatusCode,
     headers: &HeaderMap,
-    body: Bytes,
+    body: &[u8],
     trailers: Option<&HeaderMap>,
 ) -> Outcome {
     let named = named_by_connection(headers);
@@ -31,7 +32,7 @@ pub(crate) fn keep(
     for (name, value) in trailers.into_iter().flatten().filter(|(name, _)| is_kept(name)) {
         outcome = outcome.header([&[TRAILER], name.as_str().as_bytes()].concat(), value.as_bytes());
     }
-    outcome.body(body)
+    if body.is_empty() { outcome } else { outcome.body(Bytes::copy_from_slice(body)) }
 }
 
 /// The response of a replay to a request of this method and version.
@@ -79,7 +80,7 @@ pub(crate) fn replay<B>(
     }
     let _ = headers.try_insert(policy.replay_header.clone(), HeaderValue::from_static("true"));
 
-    let trailers = Some(trailers).filter(|trailers| !trailers.is_empty());
+    let trailers = Some(trailers).filter(|trailers| !trailers.is_empty()).map(Box::new);
     let body = if has_no_body {
         ResponseBody::without_content()
     } else {
@@ -173,8 +174,7 @@ mod tests {
             ("x-three", b"1"),
             ("etag", b"\"abc\""),
         ]);
-        let body = Bytes::from_static(b"{}");
-        let outcome = keep(&Policy::default(), StatusCode::CREATED, &headers, body, None);
+        let outcome = keep(&Policy::default(), StatusCode::CREATED, &headers, b"{}", None);
         let response = back(&outcome, Method::POST, Version::HTTP_11);
         assert_eq!(response.status(), 201);
         let mut found = response.headers().clone();
@@ -205,7 +205,7 @@ mod tests {
             ("x-kept", b"1"),
         ]);
         let names = |policy: &Policy| {
-            keep(policy, StatusCode::OK, &headers, Bytes::new(), None)
+            keep(policy, StatusCode::OK, &headers, b"", None)
                 .header_lines()
                 .map(|(name, _)| String::from_utf8(name.to_vec()).unwrap())
                 .collect::<Vec<_>>()
@@ -235,9 +235,8 @@ mod tests {
     #[tokio::test]
     async fn r16_trailers_come_back_behind_the_body() {
         let trailers = map(&[("grpc-status", b"0"), ("grpc-message", b"ok"), ("date", b"x")]);
-        let body = Bytes::from_static(b"abc");
         let policy = Policy::default();
-        let outcome = keep(&policy, StatusCode::OK, &HeaderMap::new(), body, Some(&trailers));
+        let outcome = keep(&policy, StatusCode::OK, &HeaderMap::new(), b"abc", Some(&trailers));
         let kept = map(&[("grpc-status", b"0"), ("grpc-message", b"ok")]);
 
         let response = back(&outcome, Method::POST, Version::HTTP_2);

@@ -8,6 +8,7 @@ use std::{
     fmt,
     sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -23,10 +24,10 @@ use super::{
     future::ResponseFuture,
     intake,
     layer::Config,
-    owner,
     policy::Policy,
     problem::Problem,
     watch,
+    work::Work,
 };
 use crate::{IdentityError, Key};
 
@@ -81,7 +82,7 @@ where
         match admit(&self.config, &parts) {
             Admission::Pass => pass(Request::from_parts(parts, body)),
             Admission::Refuse { problem, policy, detail } => {
-                intake::linger(&parts, Box::pin(body), policy.max_request, policy.read_limit);
+                linger(&parts, body, policy.max_request, policy.read_limit);
                 let detail = detail.as_deref().unwrap_or(problem.detail());
                 let answer = problem.answer_with(&policy.problem_base, detail, None);
                 ResponseFuture::answer(answer)
@@ -91,14 +92,25 @@ where
                     watch::refused(&caller.endpoint, Problem::RequestTooLarge);
                     // As much again as is allowed.
                     let max = policy.max_request.saturating_mul(2);
-                    intake::linger(&parts, Box::pin(body), max, policy.read_limit);
+                    linger(&parts, body, max, policy.read_limit);
                     let answer = Problem::RequestTooLarge.answer(&policy.problem_base);
                     return ResponseFuture::answer(answer);
                 }
                 let asked = Asked::new(Arc::clone(&self.config), policy, caller, &parts);
-                ResponseFuture::run(owner::run(self.inner.clone(), asked, parts, body))
+                ResponseFuture::work(Work::new(self.inner.clone(), asked, parts, body))
             }
         }
+    }
+}
+
+/// Reads on what is still coming of a request that its head has refused.
+fn linger<B>(parts: &Parts, body: B, max: usize, limit: Duration)
+where
+    B: Body<Data = Bytes> + Send + 'static,
+{
+    if !intake::is_over(parts, &body, max) {
+        let mut body = Box::pin(body);
+        intake::linger(move |cx| body.as_mut().poll_frame(cx), max, limit);
     }
 }
 

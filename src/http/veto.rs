@@ -23,8 +23,8 @@ impl Veto {
     }
 
     /// What has to be kept of a request for the question, if it will be asked.
-    pub(crate) fn keeps(&self, parts: &Parts) -> Option<Box<Parts>> {
-        self.0.as_ref().map(|_| Box::new(parts.clone()))
+    pub(crate) fn keeps(&self, parts: &Parts) -> Option<Arc<Parts>> {
+        self.0.as_ref().map(|_| Arc::new(parts.clone()))
     }
 
     /// Whether the request may have the answer.

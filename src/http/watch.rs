@@ -62,7 +62,7 @@ pub(crate) use self::imp::{Watch, refused, unclaimed};
 
 #[cfg(not(any(feature = "tracing", feature = "metrics")))]
 mod imp {
-    use std::{future::Future, sync::Arc, time::Duration};
+    use std::{sync::Arc, time::Duration};
 
     use super::Ending;
     use crate::{
@@ -96,8 +96,8 @@ mod imp {
 
         pub(crate) fn end(&self, _: Ending) {}
 
-        pub(crate) fn around<F: Future>(&self, task: F) -> F {
-            task
+        pub(crate) fn within<T>(&self, work: impl FnOnce() -> T) -> T {
+            work()
         }
     }
 }
@@ -105,7 +105,6 @@ mod imp {
 #[cfg(any(feature = "tracing", feature = "metrics"))]
 mod imp {
     use std::{
-        future::Future,
         sync::{
             Arc, OnceLock,
             atomic::{AtomicBool, Ordering},
@@ -233,15 +232,15 @@ mod imp {
             self.0.end(ending);
         }
 
-        /// The owner's task, in the attempt's span.
+        /// Part of the owner's work, in the attempt's span.
         #[cfg(feature = "tracing")]
-        pub(crate) fn around<F: Future>(&self, task: F) -> tracing::instrument::Instrumented<F> {
-            tracing::Instrument::instrument(task, self.0.span.clone())
+        pub(crate) fn within<T>(&self, work: impl FnOnce() -> T) -> T {
+            self.0.span.in_scope(work)
         }
 
         #[cfg(not(feature = "tracing"))]
-        pub(crate) fn around<F: Future>(&self, task: F) -> F {
-            task
+        pub(crate) fn within<T>(&self, work: impl FnOnce() -> T) -> T {
+            work()
         }
     }
 
