@@ -60,14 +60,32 @@ impl<'a> Identity<'a> {
         E: AsRef<[u8]> + ?Sized,
         K: AsRef<[u8]> + ?Sized,
     {
-        let (account, endpoint, key) = (account.as_ref(), endpoint.as_ref(), key.as_ref());
+        let identity = Self::measured(account.as_ref(), endpoint.as_ref(), key.as_ref())?;
+        header::check(identity.key).map_err(IdentityError::Key)?;
+        Ok(identity)
+    }
+
+    /// As [`new`](Self::new), of a key that is known to be one.
+    #[cfg(feature = "http")]
+    pub(crate) fn of(
+        account: &'a [u8],
+        endpoint: &'a str,
+        key: &'a header::Key,
+    ) -> Result<Self, IdentityError> {
+        Self::measured(account, endpoint.as_bytes(), key.as_ref())
+    }
+
+    fn measured(
+        account: &'a [u8],
+        endpoint: &'a [u8],
+        key: &'a [u8],
+    ) -> Result<Self, IdentityError> {
         if account.len() > MAX_ACCOUNT {
             return Err(IdentityError::Account { len: account.len() });
         }
         if endpoint.len() > MAX_ENDPOINT {
             return Err(IdentityError::Endpoint { len: endpoint.len() });
         }
-        header::check(key).map_err(IdentityError::Key)?;
         Ok(Self { account, endpoint, key })
     }
 

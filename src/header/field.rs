@@ -85,7 +85,7 @@ impl Key {
 
 fn bare(value: &[u8]) -> Result<Key, KeyError> {
     // Without a way out in between, so that many bytes are looked at in one step.
-    let is_bad = |byte: u8| !matches!(byte, 0x21..=0x7e) || byte == b'"' || byte == b',';
+    let is_bad = |byte: u8| !matches!(byte, 0x21..=0x7e) | (byte == b'"') | (byte == b',');
     if value.iter().fold(false, |bad, &byte| bad | is_bad(byte)) {
         for (at, &byte) in value.iter().enumerate() {
             match byte {

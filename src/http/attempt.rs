@@ -13,7 +13,7 @@ pub(crate) struct Caller {
 
 impl Caller {
     pub(crate) fn identity(&self) -> Result<Identity<'_>, IdentityError> {
-        Identity::new(&self.account, &self.endpoint, &self.key)
+        Identity::of(&self.account, &self.endpoint, &self.key)
     }
 }
 

@@ -22,12 +22,15 @@ pub(crate) enum Captured<R> {
     Open { prefix: Bytes, rest: Rest<R> },
 }
 
+const EVENT_STREAM: &[u8] = b"text/event-stream";
+
 /// Whether the body is a stream or an upgrade, which nobody waits for (R20).
 pub(crate) fn is_stream(head: &Parts) -> bool {
     let is_event_stream = || {
-        let kind = head.headers.get(header::CONTENT_TYPE)?.as_bytes();
-        let kind = kind.split(|&byte| byte == b';').next()?.trim_ascii();
-        Some(kind.eq_ignore_ascii_case(b"text/event-stream"))
+        let kind = head.headers.get(header::CONTENT_TYPE)?.as_bytes().trim_ascii_start();
+        let (kind, rest) = kind.split_at_checked(EVENT_STREAM.len())?;
+        let is_all = matches!(rest.trim_ascii_start().first(), None | Some(b';'));
+        Some(is_all && kind.eq_ignore_ascii_case(EVENT_STREAM))
     };
     head.status == StatusCode::SWITCHING_PROTOCOLS || is_event_stream().unwrap_or(false)
 }

@@ -138,10 +138,8 @@ where
             },
             Waits::Run => {
                 let asked = work.held.asked.clone();
-                let listed = work.as_mut().held().list();
+                work.as_mut().held().list();
                 let run = detached(async move {
-                    // For duplicates, as long as it runs.
-                    let _listed = listed;
                     let ended = poll_fn(|cx| work.as_mut().poll_run(cx)).await;
                     (ended, work)
                 });

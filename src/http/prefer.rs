@@ -13,6 +13,9 @@ const PREFER: HeaderName = HeaderName::from_static("prefer");
 
 /// The first `wait` preference, in whole seconds.
 pub(crate) fn wait(headers: &HeaderMap) -> Option<Duration> {
+    if !headers.contains_key(PREFER) {
+        return None;
+    }
     headers
         .get_all(PREFER)
         .iter()

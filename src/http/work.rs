@@ -44,6 +44,10 @@ use super::{
 };
 use crate::{Fingerprint, Outcome, Permit, Scheme};
 
+/// A body of so many bytes is listed for duplicates before its handler runs, a smaller one only if the
+/// handler waits: until then a duplicate keeps its own, which is no more than what it was read with.
+const LARGE: usize = 4 << 10;
+
 pin_project! {
     /// A request that was let in.
     pub(super) struct Work<S, B, R>
@@ -67,6 +71,7 @@ pub(super) struct Held<S> {
     pub(super) received: Option<Received>,
     /// What the body is listed by for duplicates, once the handler has it.
     faint: Option<Faint>,
+    listed: Option<Listed>,
     /// Of no request before the body is there.
     pub(super) fingerprint: Fingerprint,
     /// `None` before the tier has let it in, and once settled.
@@ -162,6 +167,7 @@ where
                 parts: Some(parts),
                 received: None,
                 faint: None,
+                listed: None,
                 fingerprint: Fingerprint::from_parts(Scheme::REQUEST_1, [0; 32]),
                 claimed: None,
                 slot: None,
@@ -237,8 +243,14 @@ where
         // at the end says so.
         let _ = permit.attend();
         held.slot = Some(slot);
-        if held.asked.policy.fingerprint.covers_bytes() {
-            held.faint = held.received.as_ref().and_then(|received| received.bytes.faint());
+        if let (Some(received), true) =
+            (&held.received, held.asked.policy.fingerprint.covers_bytes())
+        {
+            held.faint = received.bytes.faint();
+            // A duplicate may come as soon as the handler runs, before it waits.
+            if received.bytes.as_ref().len() >= LARGE {
+                held.list();
+            }
         }
         #[cfg(feature = "tier")]
         if held.asked.config.backing.is_tiered()
@@ -303,7 +315,7 @@ where
                         match entered {
                             Entered::Yours(claimed) => held.claim(claimed),
                             Entered::Told(told) => {
-                                held.slot = None;
+                                (held.slot, held.listed) = (None, None);
                                 return Poll::Ready(Ended::Told(told));
                             }
                         }
@@ -319,6 +331,7 @@ where
             };
             match step {
                 Step::Ended(ended) => {
+                    held.listed = None;
                     this.stage.set(Stage::Over);
                     return Poll::Ready(ended);
                 }
@@ -336,9 +349,11 @@ impl<S> Held<S> {
     }
 
     /// Lists the body, which the handler may have, for duplicates.
-    pub(super) fn list(&mut self) -> Option<Listed> {
-        let faint = self.faint.take()?;
-        Some(self.asked.config.caps.bodies.list(*self.fingerprint.digest(), faint))
+    pub(super) fn list(&mut self) {
+        if let Some(faint) = self.faint.take() {
+            let bodies = &self.asked.config.caps.bodies;
+            self.listed = Some(bodies.list(*self.fingerprint.digest(), faint));
+        }
     }
 
     /// It is the owner's, in the tier too.
@@ -499,7 +514,7 @@ impl<S> Held<S> {
     /// The work ended without an answer: the identity is released if nothing has begun, else settled
     /// by the setting of the store (R11).
     fn abandon(&mut self, by_panic: bool) {
-        self.slot = None;
+        (self.slot, self.listed) = (None, None);
         if by_panic {
             self.asked.config.counters.panics.up();
         }
