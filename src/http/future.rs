@@ -17,7 +17,7 @@ use tower_service::Service;
 use super::{
     BoxError,
     body::{RequestBody, ResponseBody},
-    owner,
+    owner::{self, AtOnce},
     work::Work,
 };
 
@@ -103,8 +103,8 @@ where
                 KindProj::Work { work } => {
                     let Some(work) = work.take() else { return Poll::Pending };
                     match owner::at_once(work, cx) {
-                        Ok(answer) => return Poll::Ready(answer),
-                        Err((work, waits)) => {
+                        AtOnce::Answer(answer) => return Poll::Ready(answer),
+                        AtOnce::Waits(work, waits) => {
                             Kind::GoesOn { going_on: Box::pin(owner::go_on(work, waits)) }
                         }
                     }

@@ -70,14 +70,20 @@ enum Met<R> {
     Owner(Pending),
 }
 
-/// A request that is not answered yet, and what it has to wait for.
-type Unanswered<S, B, R> = (Pin<Box<Work<S, B, R>>>, Waits);
+/// How far a request came without waiting.
+pub(super) enum AtOnce<S, B, R>
+where
+    S: Service<Request<RequestBody<B>>>,
+{
+    Answer(Reply<R, S::Error>),
+    Waits(Pin<Box<Work<S, B, R>>>, Waits),
+}
 
 /// Takes a request as far as it comes without waiting.
 pub(super) fn at_once<S, B, R>(
     mut work: Pin<Box<Work<S, B, R>>>,
     cx: &mut Context<'_>,
-) -> Result<Reply<R, S::Error>, Unanswered<S, B, R>>
+) -> AtOnce<S, B, R>
 where
     S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
     S::Future: Send,
@@ -90,18 +96,18 @@ where
     work.held.asked.config.caps.runtime.check();
     let mut reading = work.reading();
     match work.as_mut().poll_read(&mut reading, cx) {
-        Poll::Pending => return Err((work, Waits::Body(reading))),
+        Poll::Pending => return AtOnce::Waits(work, Waits::Body(reading)),
         Poll::Ready(Err(refused)) => {
             drop(reading);
-            return Ok(Ok(not_received(work, refused)));
+            return AtOnce::Answer(Ok(not_received(work, refused)));
         }
         Poll::Ready(Ok(())) => work.as_mut().receive(reading.received()),
     }
     let met = claim(&work.held);
     let next = own(work.as_mut(), met);
     match next.unwrap_or_else(|| start(work.as_mut(), cx)) {
-        Next::Answer(answer) => Ok(answer),
-        Next::Waits(waits) => Err((work, waits)),
+        Next::Answer(answer) => AtOnce::Answer(answer),
+        Next::Waits(waits) => AtOnce::Waits(work, waits),
     }
 }
 
