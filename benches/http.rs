@@ -214,7 +214,8 @@ impl Arm {
 fn store(sweep: Sweep) -> (Store, ManualClock) {
     let clock = ManualClock::new();
     let builder = Store::builder().retention(RETENTION).sweep(sweep).clock(clock.clone());
-    let builder = builder.tick(Duration::from_millis(10));
+    // Twice in a slice.
+    let builder = builder.tick(SLICE / 2);
     (builder.max_keys(1 << 24).max_bytes(8 << 30).build().unwrap(), clock)
 }
 
