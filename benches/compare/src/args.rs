@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, path::PathBuf};
 
 use lexopt::prelude::*;
 
@@ -12,17 +12,25 @@ use crate::{
 pub(crate) const HELP: &str = "\
 Compares oncekey with other stores on the same work, interleaved, each pass in a fresh process.
 
-usage: compare [--quick] [--check] [--json] [--only WORKS] [--peers PEERS] [--passes N]
+usage: compare [--quick] [--check] [--json] [--report DIR] [--only WORKS] [--peers PEERS]
+               [--passes N]
+       compare --from FILE [--check] [--json] [--report DIR]
 
-  --quick         small sizes, as many passes as fit into a minute
+It runs for 25 minutes at most, and shows how far it is.
+
+  --quick         small sizes, a minute at most
   --check         exits with 1 if a \"must\" of the bar is missed, or could not be measured;
                   measures only what the bar needs
-  --json          one JSON object a line instead of tables
+  --json          one JSON object a line instead of tables: how the numbers were made, then
+                  the numbers
+  --report DIR    writes DIR/benchmarks.md, whose own words it keeps, and DIR/plots/*.svg; only
+                  peers that the report shows take part
+  --from FILE     measures nothing: takes what `--json` has printed
   --only WORKS    a comma-separated list of: new, single, steady, hot, replay, storm, resident,
                   empty, wake
   --peers PEERS   a comma-separated list of peers; oncekey always takes part
-  --passes N      passes of each work (default: 5, for `resident` 1; with --quick at most so
-                  many, as time allows)
+  --passes N      passes of each work, however long it takes (default: at most 5, for
+                  `resident` 1, as the time allows; of moka in a full run 1, of `steady` none)
 
 Without --features mimalloc all use the system's allocator.
 ";
@@ -43,6 +51,8 @@ pub(crate) struct Options {
     pub(crate) works: Option<Vec<Work>>,
     pub(crate) peers: Option<Vec<&'static str>>,
     pub(crate) passes: Option<usize>,
+    pub(crate) report: Option<PathBuf>,
+    pub(crate) from: Option<PathBuf>,
 }
 
 pub(crate) struct Pass {
@@ -69,6 +79,8 @@ pub(crate) fn parse() -> Result<Order, lexopt::Error> {
             Long("quick") => options.quick = true,
             Long("check") => options.check = true,
             Long("json") => options.json = true,
+            Long("report") => options.report = Some(parser.value()?.into()),
+            Long("from") => options.from = Some(parser.value()?.into()),
             Long("only") => options.works = Some(list(parser.value()?, Work::named)?),
             Long("peers") => {
                 let name = |name: &str| peers::named(name).map(|peer| peer.name);
@@ -88,6 +100,13 @@ pub(crate) fn parse() -> Result<Order, lexopt::Error> {
             Short('h') | Long("help") => return Ok(Order::Help),
             other => return Err(other.unexpected()),
         }
+    }
+    let measures = options.quick
+        || options.works.is_some()
+        || options.peers.is_some()
+        || options.passes.is_some();
+    if options.from.is_some() && measures {
+        return Err("--from takes what was measured as it is".into());
     }
     Ok(Order::Compare(options))
 }

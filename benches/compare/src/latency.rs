@@ -80,6 +80,13 @@ impl Times {
         Self { histogram, longest: Duration::ZERO, preempted: 0 }
     }
 
+    /// Takes down what has lasted as long on other threads too, so that no time without a core is
+    /// subtracted.
+    pub(crate) fn note_whole(&mut self, lasted: Duration) {
+        self.record(lasted);
+        self.longest = self.longest.max(lasted);
+    }
+
     fn record(&mut self, lasted: Duration) {
         self.histogram.saturating_record(lasted.as_nanos() as u64);
     }
@@ -103,9 +110,11 @@ impl Times {
         };
         vec![
             quantile(Metric::P50, 0.5),
+            quantile(Metric::P90, 0.9),
             quantile(Metric::P99, 0.99),
             quantile(Metric::P999, 0.999),
             quantile(Metric::P9999, 0.9999),
+            quantile(Metric::P99999, 0.99999),
             Sample::new(work, threads, Metric::MaxNs, self.longest.as_nanos() as f64),
             Sample::new(work, threads, Metric::Preempted, self.preempted as f64),
         ]

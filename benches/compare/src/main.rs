@@ -8,7 +8,7 @@
 //! peer      the trait all stand behind     peers/ the stores      first/ the project's first core
 //! crew      threads that start together    latency, meter, alloc, zipf: how it is measured
 //! sample    one number                     results  medians and ratios
-//! table, json, bar: what comes out
+//! made      when and on what machine       table, json, bar, report/: what comes out
 //! ```
 
 mod alloc;
@@ -19,9 +19,11 @@ mod crew;
 mod first;
 mod json;
 mod latency;
+mod made;
 mod meter;
 mod peer;
 mod peers;
+mod report;
 mod results;
 mod run;
 mod sample;
@@ -31,11 +33,13 @@ mod zipf;
 
 use std::{
     error::Error,
-    io::{self, Write},
+    fs::File,
+    io::{self, BufReader, Write},
     process::ExitCode,
 };
 
 use args::{Options, Order};
+use run::Run;
 
 fn main() -> ExitCode {
     let done = args::parse().map_err(Into::into).and_then(|order| match order {
@@ -45,7 +49,7 @@ fn main() -> ExitCode {
             println!("{}", serde_json::to_string(&samples)?);
             Ok(ExitCode::SUCCESS)
         }
-        Order::Compare(options) => compare(&options),
+        Order::Compare(options) => compare(options),
     });
     done.unwrap_or_else(|error: Box<dyn Error>| {
         eprintln!("compare: {error}");
@@ -59,29 +63,43 @@ fn print_help() -> io::Result<ExitCode> {
 }
 
 /// Compares, and answers with 1 if the bar was to be held and is missed.
-fn compare(options: &Options) -> Result<ExitCode, Box<dyn Error>> {
-    if cfg!(debug_assertions) {
-        eprintln!("compare: this is a debug build, its numbers mean nothing; use --release");
-    }
-    let run = run::run(options)?;
+fn compare(mut options: Options) -> Result<ExitCode, Box<dyn Error>> {
+    let Run { made, results } = match &options.from {
+        Some(file) => {
+            let (made, results) = json::read(BufReader::new(File::open(file)?))?;
+            options.quick = made.quick;
+            Run { made, results }
+        }
+        None => {
+            if cfg!(debug_assertions) {
+                eprintln!(
+                    "compare: this is a debug build, its numbers mean nothing; use --release"
+                );
+            }
+            run::run(&options)?
+        }
+    };
     let mut out = io::stdout().lock();
     if options.json {
-        json::print(&run.results, &mut out)?;
-        if !run.left_out.is_empty() {
-            let left_out = run.left_out.join(", ");
+        json::print(&made, &results, &mut out)?;
+        if !made.left_out.is_empty() {
+            let left_out = made.left_out.join(", ");
             eprintln!("compare: the machine is busy: no time for all of {left_out}");
         }
     } else {
-        table::print(&run, options.quick, &mut out)?;
+        table::print(&made, &results, &mut out)?;
+    }
+    if let Some(dir) = &options.report {
+        report::write(&made, &results, dir)?;
     }
     if !options.check {
         return Ok(ExitCode::SUCCESS);
     }
-    let verdicts = bar::judge(&run.results, options);
+    let verdicts = bar::judge(&results, &options);
     let missed = if options.json {
         bar::print(&verdicts, &mut io::stderr())?
     } else {
         bar::print(&verdicts, &mut out)?
     };
-    Ok(if missed == 0 && run.left_out.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(1) })
+    Ok(if missed == 0 && made.left_out.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }

@@ -68,6 +68,17 @@ impl Row {
         self.values.len()
     }
 
+    /// Each pass that was made, by its number, and what it said.
+    pub(crate) fn values(&self) -> &[(usize, f64)] {
+        &self.values
+    }
+
+    /// The lowest and the highest of all passes: how far apart they lie is the noise.
+    pub(crate) fn range(&self) -> (f64, f64) {
+        let values = self.values.iter().map(|(_, value)| *value);
+        (values.clone().fold(f64::NAN, f64::min), values.fold(f64::NAN, f64::max))
+    }
+
     /// The median of the ratios of the same passes: they ran next to each other, so what slowed
     /// the machine down for a while has slowed both. `None` if there is nothing to divide by.
     pub(crate) fn over(&self, other: &Self) -> Option<f64> {

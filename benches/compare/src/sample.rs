@@ -12,9 +12,11 @@ pub(crate) enum Metric {
     WallNs,
     /// Quantiles of single operations, ns.
     P50,
+    P90,
     P99,
     P999,
     P9999,
+    P99999,
     /// The longest single operation, ns, the time in which its thread had no core subtracted.
     MaxNs,
     /// Operations in which the thread lost its core.
@@ -30,9 +32,11 @@ impl Metric {
             Self::CpuNs => "cpu_ns",
             Self::WallNs => "wall_ns",
             Self::P50 => "p50",
+            Self::P90 => "p90",
             Self::P99 => "p99",
             Self::P999 => "p999",
             Self::P9999 => "p9999",
+            Self::P99999 => "p99999",
             Self::MaxNs => "max_ns",
             Self::Preempted => "preempted",
             Self::BytesPerKey => "bytes_per_key",

@@ -3,10 +3,9 @@
 use std::io::{self, Write};
 
 use crate::{
-    alloc,
+    made::Made,
     peers::{ALL, OURS},
     results::{Results, Row},
-    run::Run,
     sample::Metric,
 };
 
@@ -121,16 +120,16 @@ const TABLES: [Table; 13] = [
     },
 ];
 
-pub(crate) fn print(run: &Run, quick: bool, out: &mut impl Write) -> io::Result<()> {
-    let cores = std::thread::available_parallelism().map_or(0, usize::from);
-    let size = if quick { "quick" } else { "full" };
-    writeln!(out, "{size} run, {} allocator, {cores} cores, {:.0?}", alloc::NAME, run.took)?;
+pub(crate) fn print(made: &Made, results: &Results, out: &mut impl Write) -> io::Result<()> {
+    let size = if made.quick { "quick" } else { "full" };
+    let Made { allocator, cores, date, .. } = made;
+    writeln!(out, "{size} run, {allocator} allocator, {cores} cores, {date}, {:?}", made.took())?;
     writeln!(out, "medians; in brackets how many times {OURS}, from the same passes")?;
     for table in &TABLES {
-        table.print(&run.results, out)?;
+        table.print(results, out)?;
     }
-    if !run.left_out.is_empty() {
-        writeln!(out, "\nthe machine is busy: no time for all of {}", run.left_out.join(", "))?;
+    if !made.left_out.is_empty() {
+        writeln!(out, "\nthe machine is busy: no time for all of {}", made.left_out.join(", "))?;
     }
     writeln!(out)
 }

@@ -107,15 +107,19 @@ impl Work {
         }
     }
 
-    /// Of the time of a quick run, the part for this work, in hundredths.
-    pub(crate) fn share(self) -> u32 {
+    /// Of the time of a run, the part for this work, in hundredths.
+    pub(crate) fn share(self, quick: bool) -> u32 {
         match self {
-            Self::New => 27,
-            Self::Single => 18,
-            Self::Steady => 17,
+            Self::New if quick => 27,
+            Self::New => 24,
+            Self::Single if quick => 18,
+            Self::Single => 24,
+            Self::Steady if quick => 17,
+            Self::Steady => 18,
             Self::Hot => 4,
+            Self::Replay if quick => 14,
             Self::Replay => 14,
-            Self::Storm => 8,
+            Self::Storm => 4,
             Self::Resident => 8,
             Self::Empty => 2,
             Self::Wake => 2,

@@ -71,7 +71,6 @@ fn wake_tasks<P: Peer>(peer: &P, ask: &Ask, times: &mut Times) {
 
 /// All wait as threads.
 fn wake_threads<P: Peer>(peer: &P, ask: &Ask, times: &mut Times) {
-    let mut watch = Stopwatch::new();
     let go = Barrier::new(2);
     let (start, last) = thread::scope(|scope| {
         let work = || {
@@ -91,5 +90,6 @@ fn wake_threads<P: Peer>(peer: &P, ask: &Ask, times: &mut Times) {
         let told = all.into_iter().map(|thread| thread.join().expect("no panic"));
         (start, told.max().expect("there are some"))
     });
-    watch.note(times, start, last);
+    // In which this thread has no core, because those that it waits for have it.
+    times.note_whole(last.saturating_duration_since(start));
 }
