@@ -27,6 +27,8 @@ use crate::{
 };
 
 /// What [`Store::claim`](crate::Store::claim) answers: the caller is the owner, or this is there.
+///
+#[doc = include_str!("../docs/drawings/key.svg")]
 #[derive(Debug)]
 #[must_use = "a claim that was won and dropped holds its identity"]
 pub enum Claim {

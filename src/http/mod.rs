@@ -5,6 +5,8 @@
 //! comes while the first is at work waits for it. Everything else is answered with a problem that
 //! has a type of its own ([`problem`]).
 //!
+#![doc = include_str!("../../docs/drawings/retry.svg")]
+//!
 //! ```
 //! use std::convert::Infallible;
 //! use http::{Request, Response};

@@ -4,6 +4,8 @@
 //! the memory answers what it knows, one local owner asks the tier for the rest, however many
 //! duplicates wait, and nothing runs before its claim is in the tier.
 //!
+#![doc = include_str!("../../docs/drawings/tier.svg")]
+//!
 //! ```text
 //! absent --claim--> in flight --complete--> completed or not kept --expiry--> absent
 //!                    |  |  ^                 ^
