@@ -71,9 +71,9 @@ cargo run --release -p compare -- --from target/compare.json --report docs
 ```
 
 Method: all stores keep the same (identity, fingerprint, whether the owner runs, answer), each in the
-best way it has; the file of each in `benches/compare/src/peers` says how. Passes of the stores take turns, each in a
-process of its own, which has touched and given back 2 GiB before it fills a store. Shown is the median of the
-passes and, in brackets and as thin lines, the lowest and the highest: that is the noise. What lies closer together
+best way it has; the file of each in `benches/compare/src/peers` says how. Passes of the stores take
+turns, each in a process of its own, which has touched and given back 2 GiB before it fills a store. Shown
+is the median of the passes and, in brackets and as thin lines, the lowest and the highest: that is the noise. What lies closer together
 than that is not told apart. Without brackets it was one pass.{left_out}
 "
     )
