@@ -25,7 +25,7 @@ use std::{
 
 use oncekey::{
     Abandon, Lapse, Outcome, Store,
-    tier::{MemoryTier, NewClaim, State, Tiered},
+    tier::{Answer, Completion, Landed, MemoryTier, NewClaim, State, Tiered, Transaction},
     worker::{Disposition, Job, RunError, Verdict, Worker, disposition},
 };
 use tokio::time::{Instant, sleep, timeout};
@@ -44,10 +44,7 @@ async fn dead_owner(wire: &Wire, key: &str) {
     tier.beat(7, SECOND).await.unwrap();
     let claim = NewClaim { token, fingerprint: fp("b"), max_run, retention };
     let _ = tier.claim(id(key), claim).await.unwrap();
-    assert_eq!(
-        tier.checkpoint(id(key), token, "one".into()).await.unwrap(),
-        oncekey::tier::Landed::Done
-    );
+    assert_eq!(tier.checkpoint(id(key), token, "one".into()).await.unwrap(), Landed::Done);
     sleep(2 * SECOND).await;
     assert_eq!(state(wire, key).await, Some(State::Lapsed));
 }
@@ -307,6 +304,35 @@ async fn t6_a_transaction_that_is_still_open_is_in_flight_whatever_the_work_says
             false => assert_eq!(text(&next.unwrap()), "next"),
         }
     }
+}
+
+/// Whoever completes in it is cut off.
+struct Endless;
+
+impl Transaction for Endless {
+    fn complete<'a>(&'a mut self, _: Completion<'a>) -> Answer<'a, Landed> {
+        Box::pin(std::future::pending())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn t6_of_two_transactions_the_one_that_was_committed_is_told() {
+    let wire = wire();
+    let tiered = node(&wire).await;
+    let database = wire.clone();
+    let work = |job: Job| async move {
+        let mut tx = Tx::begin(&database).await;
+        job.complete_in(&mut tx, outcome("first")).await.unwrap();
+        // The answer to the commit is lost, so it is tried again, and cut off.
+        tx.commit().await;
+        let mut endless = Endless;
+        let second = job.complete_in(&mut endless, outcome("second"));
+        assert!(timeout(SECOND, second).await.is_err());
+        Verdict::retry("the answers were lost")
+    };
+    let ran = tiered.run(&id("k"), fp("b"), work).await.unwrap();
+    assert_eq!((text(&ran), ran.replayed), ("first", false));
+    assert_eq!(text(&tiered.run(&id("k"), fp("b"), never).await.unwrap()), "first");
 }
 
 #[tokio::test(start_paused = true)]

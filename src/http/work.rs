@@ -574,7 +574,7 @@ impl<S> Held<S> {
         let (config, watch) = (self.asked.config.clone(), self.asked.watch.clone());
         Step::Later(Box::pin(async move {
             Then::Concluded(match claimed.conclude(staged).await {
-                Concluded::Committed(completed) => {
+                Concluded::Committed { completed, .. } => {
                     watch.end(if completed.kept { Ending::Kept } else { Ending::NotKept });
                     Ended::InTransaction(plain)
                 }

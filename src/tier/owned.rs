@@ -51,7 +51,12 @@ pub(crate) struct Stale {
     expect(dead_code, reason = "what was found out in the background is told to nobody")
 )]
 pub(crate) enum Concluded {
-    Committed(Completed),
+    /// With the outcome that stands there.
+    Committed {
+        completed: Completed,
+        #[cfg_attr(not(feature = "worker"), expect(dead_code, reason = "handlers know theirs"))]
+        outcome: Option<Outcome>,
+    },
     RolledBack,
     Lost,
     /// The identity is in flight until it is known.
@@ -264,6 +269,12 @@ impl Owned {
         let is_held = matches!(step, Unwritten::Hold);
         match landed {
             Landed::Lost(Some(found)) if found.token == self.token => {
+                // One of several transactions, and not always the one that was staged last.
+                let outcome = match found.state {
+                    State::Completed(committed) => Some(committed),
+                    State::NotKept => None,
+                    _ => outcome,
+                };
                 self.committed(outcome, since)
             }
             Landed::Lost(found) if found.is_some() || is_held => {
@@ -284,8 +295,8 @@ impl Owned {
     }
 
     fn committed(self, outcome: Option<Outcome>, since: Instant) -> Concluded {
-        match self.publish(outcome, since) {
-            Ok(completed) => Concluded::Committed(completed),
+        match self.publish(outcome.clone(), since) {
+            Ok(completed) => Concluded::Committed { completed, outcome },
             Err(_) => Concluded::Lost,
         }
     }

@@ -212,7 +212,8 @@ fn concluded_as(
     rolled_back: RunError,
 ) -> Result<Ran, RunError> {
     match concluded {
-        Concluded::Committed(completed) => Ok(first(outcome, completed)),
+        Concluded::Committed { completed, outcome: Some(outcome) } => Ok(first(outcome, completed)),
+        Concluded::Committed { outcome: None, .. } => Err(RunError::NotKept),
         Concluded::RolledBack => Err(rolled_back),
         Concluded::Lost => Err(RunError::Lost(Some(outcome))),
         // It is found out in the background.
