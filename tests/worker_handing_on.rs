@@ -31,7 +31,7 @@ use oncekey::{
 use tokio::time::{Instant, sleep, timeout};
 
 use common::{until, watchdog};
-use tiers::{Tx, Weather, Wire};
+use tiers::{LAPSE, Tx, Weather, Wire};
 use workers::{
     LEASE, SECOND, done, fp, id, never, node, node_with, outcome, poll, settle, state, text, wire,
 };
@@ -333,6 +333,28 @@ async fn t6_of_two_transactions_the_one_that_was_committed_is_told() {
     let ran = tiered.run(&id("k"), fp("b"), work).await.unwrap();
     assert_eq!((text(&ran), ran.replayed), ("first", false));
     assert_eq!(text(&tiered.run(&id("k"), fp("b"), never).await.unwrap()), "first");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lapse_that_is_made_again_because_its_answer_was_lost_is_no_lost_claim() {
+    let wire = wire();
+    let tiered = node(&wire).await;
+    let database = wire.clone();
+    let work = |job: Job| async move {
+        job.checkpoint("one").await.unwrap();
+        let mut tx = Tx::begin(&database).await;
+        job.complete_in(&mut tx, outcome("1")).await.unwrap();
+        database.becomes(Weather::Deaf);
+        Verdict::retry("deadlock")
+    };
+    let told = tiered.run(&id("k"), fp("b"), work).await;
+    assert!(matches!(told, Err(RunError::InFlight)), "{told:?}");
+    wire.becomes(Weather::Fair);
+    sleep(LEASE).await;
+    assert!(wire.calls(LAPSE) > 1, "{}", wire.calls(LAPSE));
+    assert_eq!(state(&wire, "k").await, Some(State::Lapsed));
+    assert_eq!((tiered.stats().lost, tiered.stats().double_runs), (0, 0));
+    assert_eq!(left(&wire, "k").await.as_deref(), Some("one"));
 }
 
 #[tokio::test(start_paused = true)]

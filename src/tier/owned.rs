@@ -255,7 +255,23 @@ impl Owned {
             _ => tier.release(id, self.token),
         };
         let late = |_| Err(TierError::unavailable("the transaction is open"));
-        timeout(answer_within, answer).await.unwrap_or_else(late)
+        let landed = timeout(answer_within, answer).await.unwrap_or_else(late)?;
+        Ok(self.unless_repeated(step, landed))
+    }
+
+    /// A lapse whose answer was lost, and that is made again, has been done.
+    fn unless_repeated(&self, step: &Unwritten, landed: Landed) -> Landed {
+        let lapsed = Token::new(0, self.token.number());
+        match &landed {
+            Landed::Lost(Some(found))
+                if matches!(step, Unwritten::Lapse)
+                    && found.token == lapsed
+                    && found.state == State::Lapsed =>
+            {
+                Landed::Done
+            }
+            _ => landed,
+        }
     }
 
     /// Memory follows what a step has found out of a transaction.
@@ -362,10 +378,14 @@ impl Owned {
             Unwritten::Lapse => self.through.tier.lapse(id, self.token),
             _ => self.through.tier.release(id, self.token),
         };
-        self.through.ask(answer).await.unwrap_or_else(|_| {
-            self.through.write_later(self.frame.clone(), self.token, step);
-            Landed::Done
-        })
+        match self.through.ask(answer).await {
+            // A connection may have made it twice by itself.
+            Ok(landed) => self.unless_repeated(&step, landed),
+            Err(_) => {
+                self.through.write_later(self.frame.clone(), self.token, step);
+                Landed::Done
+            }
+        }
     }
 
     /// Gives the identity up without waiting for the tier: nothing was done.
