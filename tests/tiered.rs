@@ -273,6 +273,21 @@ async fn case_105_a_tier_that_is_down_at_the_claim_lets_nothing_run() {
     assert!(Tiered::open(store(|it| it), cut(&tier), Lapse::Hold).await.is_err(), "at start");
 }
 
+#[tokio::test(start_paused = true)]
+async fn r05_a_mismatch_with_what_was_let_in_past_the_tier_is_one() {
+    let tier = wire();
+    let open = Tiered::builder(store(|it| it)).fail_open(true);
+    let open = open.open(tier.clone(), Lapse::Hold).await.unwrap();
+    tier.becomes(Weather::Down);
+    let _owner = open.claim(&id("k"), same()).await.won();
+    assert!(matches!(open.claim(&id("k"), other()).await, Ok(TieredClaim::Mismatch)));
+    // The tier comes back, and never hears of the owner.
+    tier.becomes(Weather::Fair);
+    until("the tier is asked again", async || !open.stats().is_cut_off).await;
+    let met = open.claim(&id("k"), other()).await;
+    assert!(matches!(met, Ok(TieredClaim::Mismatch)), "{met:?}");
+}
+
 fn cut(tier: &Wire) -> Wire {
     let cut = Wire::to(tier.tier.clone());
     cut.becomes(Weather::Down);

@@ -353,9 +353,11 @@ impl Through {
                 sleep(jittered(ON_ITS_WAY)).await;
                 return Judged::Again;
             }
+            // There memory alone decides: what it has may have been let in past the tier, for good.
+            Ok(_) | Err(TierError::Unavailable(_)) if self.settings.fail_open => {
+                return Judged::Mismatch;
+            }
             Ok(_) => TierError::unavailable("another claim of the key is on its way to the tier"),
-            // There memory alone decides.
-            Err(TierError::Unavailable(_)) if self.settings.fail_open => return Judged::Mismatch,
             Err(error) => error,
         };
         Judged::Unavailable { error, retry_after: self.circuit.retry_after() }
