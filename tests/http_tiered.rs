@@ -22,7 +22,7 @@ use oncekey::{
     tier::{MemoryTier, Tiered},
 };
 use sockets::{Client, Gate, Runs, Server, ask, asking, request, serve, until};
-use tiers::{Weather, Wire};
+use tiers::{CLAIM, LOOK_UP, Weather, Wire};
 
 /// One process: its memory, and what its handler does.
 struct Node {
@@ -110,6 +110,25 @@ async fn case_109_a_node_that_starts_later_replays() {
     assert_eq!((mismatch.status, mismatch.problem().as_str()), (422, "key-reused"));
     let replay = ask(&b.server, charge("{}")).await;
     assert_eq!((replay.status, replay.text(), replay.is_replay()), (201, "1", true));
+    assert_eq!(runs.count(), 1);
+}
+
+#[tokio::test]
+async fn r05_another_body_that_comes_first_to_a_cold_node_takes_no_answer_away() {
+    let _watchdog = watchdog();
+    let ([a, b], runs, gate) = two().await;
+    gate.open();
+    assert_eq!(ask(&a.server, charge("{}")).await.text(), "1");
+    b.wire.claims_wait();
+    let on_its_way = b.wire.row.clone().lock_owned().await;
+    let wrong = asking(&b.server, charge("{\"other\":1}"));
+    until(|| b.wire.calls(CLAIM) == 1).await;
+    let right = asking(&b.server, charge("{}"));
+    until(|| right.is_finished() || b.wire.calls(LOOK_UP) > 0).await;
+    drop(on_its_way);
+    let (wrong, right) = (wrong.await.unwrap(), right.await.unwrap());
+    assert_eq!((wrong.status, wrong.problem().as_str()), (422, "key-reused"));
+    assert_eq!((right.status, right.text(), right.is_replay()), (201, "1", true));
     assert_eq!(runs.count(), 1);
 }
 

@@ -3,9 +3,11 @@
 use std::{sync::Arc, time::Duration};
 
 use http::{Method, Response, Version, request::Parts};
+use tokio::time::Instant;
 
 use super::{
     attempt::Caller,
+    backing::Told,
     body::ResponseBody,
     endpoint,
     intake::{Charge, Received},
@@ -96,6 +98,17 @@ impl Asked {
         };
         let place = || self.config.caps.slot(&self.caller);
         self.config.backing.store().claim_admitted(&identity, fingerprint, translate, place)
+    }
+
+    /// Whether a mismatch is one; see `Backing::judge`.
+    pub(super) async fn judge(
+        &self,
+        fingerprint: Fingerprint,
+        translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+        since: Instant,
+    ) -> Option<Told> {
+        let Ok(identity) = self.caller.identity() else { return Some(Told::Mismatch) };
+        self.config.backing.judge(identity, fingerprint, translate, since).await
     }
 
     /// What is there, claiming nothing.

@@ -6,6 +6,8 @@
 
 use std::{fmt, time::Duration};
 
+use tokio::time::Instant;
+
 #[cfg(feature = "tier")]
 use crate::tier::{
     Found, State, Tiered,
@@ -208,6 +210,30 @@ impl Backing {
         }
         let _ = translate;
         Entered::Yours(Claimed::Memory(permit))
+    }
+
+    /// Whether a mismatch that memory has told is one: as long as the claim there is on its way to a
+    /// tier, that one may have the outcome of the other. `None`: claim again. `since` is when it was
+    /// told first.
+    pub(super) async fn judge(
+        &self,
+        id: Identity<'_>,
+        own: Fingerprint,
+        translate: impl FnMut(Scheme) -> Option<Fingerprint>,
+        since: Instant,
+    ) -> Option<Told> {
+        #[cfg(feature = "tier")]
+        if let Some(tiered) = &self.tiered {
+            return match tiered.through().judge(id, own, translate, since).await {
+                through::Judged::Mismatch => Some(Told::Mismatch),
+                through::Judged::Again => None,
+                through::Judged::Unavailable { retry_after, .. } => {
+                    Some(Told::Unavailable { retry_after })
+                }
+            };
+        }
+        let _ = (id, own, translate, since);
+        Some(Told::Mismatch)
     }
 }
 

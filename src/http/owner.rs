@@ -55,6 +55,8 @@ pub(super) enum Waits {
     Winner(Option<Outcome>),
     /// Nothing, but to be claimed anew: the memory knows by now who runs it.
     Again,
+    /// To hear whether a claim with another body is what the tier has, too.
+    Mismatch,
 }
 
 /// How far a request has come.
@@ -68,6 +70,8 @@ enum Met<R> {
     Answer(Response<ResponseBody<R>>),
     Won(Permit, Result<Slot, Over>),
     Owner(Pending),
+    /// Another body.
+    Mismatch,
 }
 
 /// How far a request came without waiting.
@@ -126,6 +130,7 @@ where
     R::Error: Into<BoxError>,
 {
     let mut place = Waiting::default();
+    let mut doubted = None;
     loop {
         let met = match waits {
             Waits::Body(mut reading) => {
@@ -170,6 +175,19 @@ where
                 return Ok(after_lost(asked, *fingerprint, ours).await);
             }
             Waits::Again => claim(&work.held),
+            Waits::Mismatch => {
+                let held = work.as_mut().held();
+                let (asked, fingerprint) = (held.asked.clone(), held.fingerprint);
+                let since = *doubted.get_or_insert_with(Instant::now);
+                let translate = move |scheme| held.translate(scheme);
+                match asked.judge(fingerprint, translate, since).await {
+                    None => claim(&work.held),
+                    Some(Told::Unavailable { retry_after }) => {
+                        return Ok(asked.unavailable(retry_after));
+                    }
+                    Some(_) => return Ok(asked.answer(Problem::KeyReused)),
+                }
+            }
         };
         if !matches!(met, Met::Owner(_)) {
             place.leave();
@@ -199,7 +217,7 @@ fn claim<S, R>(held: &Held<S>) -> Met<R> {
         Claim::Won(permit) => Met::Won(permit, slot.ok_or(Over::All)),
         Claim::Replay(replay) => Met::Answer(asked.replay(&replay)),
         Claim::NotKept => Met::Answer(asked.answer(Problem::ResponseNotKept)),
-        Claim::Mismatch => Met::Answer(asked.answer(Problem::KeyReused)),
+        Claim::Mismatch => Met::Mismatch,
         Claim::Held => Met::Answer(asked.answer(Problem::OutcomeUnknown)),
         Claim::InFlight(pending) => Met::Owner(pending),
     }
@@ -218,6 +236,7 @@ where
     let (permit, slot) = match met {
         Met::Answer(answer) => return Some(Next::Answer(Ok(answer))),
         Met::Owner(pending) => return Some(Next::Waits(Waits::Owner(pending))),
+        Met::Mismatch => return Some(Next::Waits(Waits::Mismatch)),
         Met::Won(permit, slot) => (permit, slot),
     };
     let asked = &work.held.asked;
@@ -349,7 +368,8 @@ impl Waiting {
         let deadline = *self.deadline.get_or_insert_with(|| after(asked.wait_limit));
         match wait(pending, deadline).await {
             Waited::Late => Err(asked.answer(Problem::InFlight)),
-            Waited::Lapsed => Ok(claim(held)),
+            // Another claim may have taken the place of the one that was waited for.
+            Waited::Lapsed | Waited::Settled(Settled::Mismatch) => Ok(claim(held)),
             Waited::Settled(Settled::Yours(permit)) => {
                 Ok(Met::Won(permit, caps.slot(&asked.caller)))
             }
