@@ -627,6 +627,13 @@ async fn a_key_that_was_made_is_known_while_it_is_sent_and_is_not_taken_for_the_
         keys.push(report.key().clone());
     }
     assert_ne!(keys[0], keys[1], "the same extensions, another intent");
+    // Nor is the key of the one before what is told of a request that was never sent.
+    let mut request = reqwest::Request::new(Method::POST, "http://x.invalid/".parse().unwrap());
+    for key in ["a", "b"] {
+        request.headers_mut().append("idempotency-key", key.parse().unwrap());
+    }
+    assert!(client.execute_with_extensions(request, &mut extensions).await.is_err());
+    assert!(extensions.get::<Report>().is_none());
 
     let inner = service_fn({
         let seen = Arc::clone(&seen);

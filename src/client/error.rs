@@ -38,7 +38,7 @@ pub enum IntentError<E> {
     /// elsewhere than by [`IntentKey`](crate::IntentKey), has a space, a `"` or a `,`, so that it could
     /// be read as another.
     NotBare,
-    /// No attempt was answered in time, and the last was cut off by its
+    /// The last attempt was not answered in time: it was cut off by its
     /// [`attempt_timeout`](super::IntentLayer::attempt_timeout) or by the
     /// [`deadline`](super::IntentLayer::deadline). The work may be done, or be under way still: ask
     /// again later, under the report's key.

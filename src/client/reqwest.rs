@@ -7,10 +7,10 @@ use http::Extensions;
 use reqwest::{Body, Request, Response, ResponseBuilderExt as _};
 use reqwest_middleware::{Error, Middleware, Next, Result};
 
-use super::{IntentError, IntentLayer, trial::Trial};
+use super::{IntentError, IntentLayer, Report, trial::Trial};
 
 /// Errors are an [`IntentError`] of [`Error`], as [`Error::Middleware`]; those of requests that are
-/// not covered are what they were. The extensions have a [`Report`](super::Report) from the first
+/// not covered are what they were. The extensions have a [`Report`] from the first
 /// attempt on: with `execute_with_extensions` the caller has the key also if it drops the future. Put it
 /// outside of middlewares that are to see each attempt, such as one that signs or traces.
 #[async_trait]
@@ -25,6 +25,8 @@ impl Middleware for IntentLayer {
         if !policy.methods.contains(request.method()) {
             return next.run(request, extensions).await;
         }
+        // Of an earlier request that had these extensions: its key is not this one's.
+        extensions.remove::<Report>();
         if request.try_clone().is_none() {
             return Err(failed(IntentError::NotRepeatable));
         }
