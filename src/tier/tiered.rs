@@ -22,7 +22,8 @@ use crate::{
 
 /// A [`Store`] with a [`Tier`] behind it: the memory in front, the tier as the truth.
 ///
-/// Cheap to clone; all clones are one. It needs a tokio runtime. The store must not be claimed from
+/// Cheap to clone; all clones are one. It needs the tokio runtime that it is opened on for as long as it
+/// is used: heartbeats, and what is left to the background, run there. The store must not be claimed from
 /// by anybody else: what is claimed there is not in the tier.
 ///
 /// ```

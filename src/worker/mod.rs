@@ -186,7 +186,8 @@ impl Worker {
     /// # Panics
     ///
     /// Over a [`Tiered`], if it is called by a task of tokio, which must not block: use
-    /// `tokio::task::spawn_blocking`, or [`run`](Self::run).
+    /// `tokio::task::spawn_blocking`, or [`run`](Self::run). And if the runtime that the store was
+    /// opened on has been shut down.
     pub fn run_blocking<F>(
         &self,
         id: &Identity<'_>,
