@@ -274,6 +274,26 @@ async fn case_105_a_tier_that_is_down_at_the_claim_lets_nothing_run() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn r05_who_waits_for_another_node_hears_that_a_claim_with_another_body_took_its_place() {
+    let tier = wire();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    let owner = a.claim(&id("k"), same()).await.won();
+    let Ok(TieredClaim::InFlight(pending)) = b.claim(&id("k"), same()).await else { panic!() };
+    let waiter = tokio::spawn(pending.wait());
+    sleep(SECOND).await;
+    // At once, so that nobody sees the key free.
+    let token = Token::new(7, 1);
+    let claim = NewClaim { token, fingerprint: other(), max_run: DAY, retention: DAY };
+    tier.tier.beat(7, DAY).await.unwrap();
+    assert_eq!(tier.tier.release(id("k"), owner.token()).await.unwrap(), Landed::Done);
+    let _ = tier.tier.claim(id("k"), claim).await.unwrap();
+    sleep(SECOND).await;
+    assert!(waiter.is_finished(), "it waits for what is not there any more");
+    assert!(matches!(waiter.await.unwrap(), Ok(TieredSettled::Mismatch)));
+    assert!(matches!(b.claim(&id("k"), other()).await, Ok(TieredClaim::InFlight(_))));
+}
+
+#[tokio::test(start_paused = true)]
 async fn r05_a_mismatch_with_what_was_let_in_past_the_tier_is_one() {
     let tier = wire();
     let open = Tiered::builder(store(|it| it)).fail_open(true);

@@ -160,10 +160,9 @@ impl Owned {
                 through.settle_as(permit, &self.frame, state, age, remaining, asked);
             }
             // Another owner runs: those who wait here, and this caller, wait for that one.
-            Some(Found { state: State::InFlight, .. }) => {
-                let own = permit.fingerprint();
+            Some(Found { state: State::InFlight, token, .. }) => {
                 let runtime = through.runtime.clone();
-                runtime.spawn(watch(through, permit, self.frame.clone(), own));
+                runtime.spawn(watch(through, permit, self.frame.clone(), token));
             }
             _ => drop(permit.release()),
         }

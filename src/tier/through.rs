@@ -318,7 +318,8 @@ impl Through {
                     (entering.token, entering.seen) = (token, seen);
                 }
                 State::InFlight => {
-                    self.runtime.spawn(watch(Arc::clone(self), permit, frame.clone(), own));
+                    let through = Arc::clone(self);
+                    self.runtime.spawn(watch(through, permit, frame.clone(), found.token));
                     return Entered::Elsewhere;
                 }
                 state => {
@@ -549,9 +550,11 @@ impl Drop for Telling {
 }
 
 /// Keeps the memory's permit while another node runs the work, so that local duplicates wait in
-/// memory: until it is settled there, or nobody waits here any more.
-pub(super) async fn watch(through: Arc<Through>, permit: Permit, frame: Frame, own: Fingerprint) {
+/// memory: until it is settled there, another claim than that of `token` takes its place, which may be
+/// of another request, or nobody waits here any more.
+pub(super) async fn watch(through: Arc<Through>, permit: Permit, frame: Frame, token: Token) {
     let id = Identity::from_frame(&frame);
+    let own = permit.fingerprint();
     let mut watched = Watched { permit: Some(permit) };
     loop {
         let pause = jittered(through.settings.poll_every);
@@ -570,7 +573,7 @@ pub(super) async fn watch(through: Arc<Through>, permit: Permit, frame: Frame, o
             Err(_) => continue,
         };
         let is_over = match found.state {
-            State::InFlight => false,
+            State::InFlight => found.token != token,
             State::Lapsed => through.settings.on_lapse == Lapse::TakeOver,
             _ => found.fingerprint != own,
         };
