@@ -683,11 +683,7 @@ fn loom_complete_against_takeover() {
     roles(
         3,
         Lapse::TakeOver,
-        |world| {
-            let owned = world.win("a");
-            world.at(LEASE);
-            vec![owned]
-        },
+        lapsed,
         |world, owned| usize::from(world.complete(&owned[0], "late")),
         |world| won(&world.claim("a")),
         |world, completed, won| {
@@ -703,11 +699,7 @@ fn loom_two_takeovers_and_a_completion() {
     ring(
         BOUND,
         Lapse::TakeOver,
-        |world| {
-            let owned = world.win("a");
-            world.at(LEASE);
-            vec![owned]
-        },
+        lapsed,
         [
             |it, owned| Did::Was(it.complete(&owned[0], "late")),
             |it, _| Did::Met(it.claim("a")),
@@ -817,11 +809,7 @@ fn loom_renew_against_takeover() {
     roles(
         3,
         Lapse::TakeOver,
-        |world| {
-            let owned = world.win("a");
-            world.at(LEASE);
-            vec![owned]
-        },
+        lapsed,
         |world, owned| usize::from(world.engine.renew(world.engine.lane(0), &owned[0]).is_ok()),
         |world| won(&world.claim("a")),
         |_, renewed, won| assert_eq!(renewed + won, 1, "both or neither"),
@@ -1035,11 +1023,7 @@ fn loom_sweep_against_late_completion() {
     roles(
         3,
         Lapse::Hold,
-        |world| {
-            let owned = world.win("a");
-            world.at(LEASE);
-            vec![owned]
-        },
+        lapsed,
         |world, owned| {
             assert!(world.complete(&owned[0], "late"), "a lapse alone makes no token stale");
         },
@@ -1675,11 +1659,7 @@ mod freeing {
         ring(
             FREEING,
             Lapse::TakeOver,
-            |world| {
-                let owned = world.win("a");
-                world.at(LEASE);
-                vec![owned]
-            },
+            lapsed,
             [
                 |it, owned| {
                     let completed = it.complete(&owned[0], "filled");
