@@ -149,7 +149,6 @@ where
             },
             Waits::Run => {
                 let asked = work.held.asked.clone();
-                work.as_mut().held().list();
                 let run = detached(async move {
                     let ended = poll_fn(|cx| work.as_mut().poll_run(cx)).await;
                     (ended, work)

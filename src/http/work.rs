@@ -32,7 +32,7 @@ use super::{
     backing::{Claimed, Stale, Told, Verb},
     body::{RequestBody, ResponseBody, Rest},
     capture::{self, Captured, Capturing},
-    intake::{self, Faint, Listed, Reading, Received, Refused},
+    intake::{self, Listed, Reading, Received, Refused},
     layer::Slot,
     reply,
     watch::Ending,
@@ -43,10 +43,6 @@ use super::{
     in_transaction::{InTransaction, Staged},
 };
 use crate::{Fingerprint, Outcome, Permit, Scheme};
-
-/// A body of so many bytes is listed for duplicates before its handler runs, a smaller one only if the
-/// handler waits: until then a duplicate keeps its own, which is no more than what it was read with.
-const LARGE: usize = 4 << 10;
 
 pin_project! {
     /// A request that was let in.
@@ -69,8 +65,7 @@ pub(super) struct Held<S> {
     /// Until the handler has them.
     parts: Option<Parts>,
     pub(super) received: Option<Received>,
-    /// What the body is listed by for duplicates, once the handler has it.
-    faint: Option<Faint>,
+    /// The body's place in the list for duplicates.
     listed: Option<Listed>,
     /// Of no request before the body is there.
     pub(super) fingerprint: Fingerprint,
@@ -166,7 +161,6 @@ where
                 inner: Some(inner),
                 parts: Some(parts),
                 received: None,
-                faint: None,
                 listed: None,
                 fingerprint: Fingerprint::from_parts(Scheme::REQUEST_1, [0; 32]),
                 claimed: None,
@@ -243,14 +237,13 @@ where
         // at the end says so.
         let _ = permit.attend();
         held.slot = Some(slot);
+        // A duplicate may come as soon as the handler runs, before it waits (R19).
         if let (Some(received), true) =
             (&held.received, held.asked.policy.fingerprint.covers_bytes())
+            && let Some(faint) = received.bytes.faint()
         {
-            held.faint = received.bytes.faint();
-            // A duplicate may come as soon as the handler runs, before it waits.
-            if received.bytes.as_ref().len() >= LARGE {
-                held.list();
-            }
+            let bodies = &held.asked.config.caps.bodies;
+            held.listed = Some(bodies.list(*held.fingerprint.digest(), faint));
         }
         #[cfg(feature = "tier")]
         if held.asked.config.backing.is_tiered()
@@ -346,14 +339,6 @@ impl<S> Held<S> {
     pub(super) fn translate(&self, scheme: Scheme) -> Option<Fingerprint> {
         let (parts, received) = (self.parts.as_ref()?, self.received.as_ref()?);
         self.asked.policy.translate(scheme, parts, received)
-    }
-
-    /// Lists the body, which the handler may have, for duplicates.
-    pub(super) fn list(&mut self) {
-        if let Some(faint) = self.faint.take() {
-            let bodies = &self.asked.config.caps.bodies;
-            self.listed = Some(bodies.list(*self.fingerprint.digest(), faint));
-        }
     }
 
     /// It is the owner's, in the tier too.

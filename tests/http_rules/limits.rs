@@ -218,6 +218,37 @@ async fn r19_a_waiter_shares_the_owners_bytes_where_the_fingerprint_covers_them(
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn r19_a_waiter_shares_the_owners_bytes_while_the_handler_has_not_waited_yet() {
+    let _watchdog = watchdog();
+    let store = store();
+    let layer = layer(&store);
+    let (inside, seen) = (store.clone(), layer.clone());
+    let (entered, is_entered) = tokio::sync::oneshot::channel();
+    let entered = std::sync::Mutex::new(Some(entered));
+    let entered = std::sync::Arc::new(entered);
+    let handler = move |body: Bytes| {
+        let (inside, seen, entered) = (inside.clone(), seen.clone(), entered.clone());
+        async move {
+            if let Some(entered) = entered.lock().unwrap().take() {
+                entered.send(()).unwrap();
+                // All in one poll, which a waiter in another thread need not wait for.
+                while inside.stats().waiters == 0 {
+                    std::thread::yield_now();
+                }
+            }
+            format!("{} of {}", seen.stats().buffered, body.len())
+        }
+    };
+    let server = serve(Router::new().route("/charges", post(handler)).layer(layer)).await;
+    let first = asking(&server, posting("/charges", "k", "a small body"));
+    is_entered.await.unwrap();
+    let second = asking(&server, posting("/charges", "k", "a small body"));
+    for reply in [first, second] {
+        assert_eq!(reply.await.unwrap().text(), "12 of 12");
+    }
+}
+
 #[tokio::test]
 async fn r19_a_waiter_that_shared_its_bytes_and_becomes_the_owner_has_them() {
     let _watchdog = watchdog();
