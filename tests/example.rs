@@ -1,16 +1,18 @@
 //! The example as its users meet it: a program with arguments, sockets and signals.
-//!
-//! `cargo test` and `cargo nextest run` build the examples of the package first; with
-//! `--test example` alone nobody does, and a missing program is a failure that says so.
 #![cfg(all(feature = "axum", unix))]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "this is a test")]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use program::program;
 
 const ORDER: &str = r#"{"amount_cents":1999,"currency":"usd","source":"pm_card"}"#;
 const EDITED: &str = r#"{"amount_cents":2999,"currency":"usd","source":"pm_card"}"#;
@@ -420,21 +422,8 @@ fn the_smoke_test_fails_against_a_service_that_runs_twice() {
 const ACME: &str = "Authorization: Bearer acme";
 const ACME_K1: &str = "Authorization: Bearer acme\r\nIdempotency-Key: k1";
 
-/// The example stands next to the test: `target/PROFILE/deps/example-HASH` and
-/// `target/PROFILE/examples/payments`.
-fn program() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let program = test.parent().unwrap().parent().unwrap().join("examples/payments");
-    assert!(
-        program.is_file(),
-        "{} is missing: cargo build --example payments --features axum",
-        program.display()
-    );
-    program
-}
-
 fn run(arguments: &[&str]) -> Output {
-    Command::new(program()).args(arguments).stdin(Stdio::null()).output().unwrap()
+    Command::new(program("payments")).args(arguments).stdin(Stdio::null()).output().unwrap()
 }
 
 /// Against a service that is faster than the cut, which is out of reach.
@@ -481,7 +470,7 @@ struct Service {
 
 impl Service {
     fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(program())
+        let mut child = Command::new(program("payments"))
             .args(["serve", "--listen", "127.0.0.1:0"])
             .args(flags)
             .stdin(Stdio::null())

@@ -10,6 +10,8 @@ mod common;
 mod mischief;
 #[path = "common/payments.rs"]
 mod payments;
+#[path = "common/program.rs"]
+mod program;
 
 use std::sync::{
     Arc,

@@ -16,18 +16,20 @@
 mod common;
 #[path = "common/postgres.rs"]
 mod postgres_server;
+#[path = "common/program.rs"]
+mod program;
 #[path = "common/redis.rs"]
 mod redis_server;
 
 use std::{
     collections::HashMap,
-    path::PathBuf,
     process::Stdio,
     sync::{Arc, Mutex},
     time::Duration,
 };
 
 use common::{Dice, watchdog_of};
+use program::program;
 use sqlx::ConnectOptions as _;
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
@@ -52,14 +54,6 @@ fn deaths() -> usize {
 
 fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
-}
-
-/// `target/PROFILE/examples/NAME`.
-fn program(name: &str) -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let program = test.parent().unwrap().parent().unwrap().join("examples").join(name);
-    assert!(program.is_file(), "missing: cargo build --examples --all-features");
-    program
 }
 
 /// One process of the service; it dies with its value.

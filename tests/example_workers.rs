@@ -16,16 +16,19 @@
 mod common;
 #[path = "common/postgres.rs"]
 mod postgres_server;
+#[path = "common/program.rs"]
+mod program;
 #[path = "common/redis.rs"]
 mod redis_server;
 
-use std::{os::unix::process::ExitStatusExt as _, path::PathBuf, process::Stdio, time::Duration};
+use std::{os::unix::process::ExitStatusExt as _, process::Stdio, time::Duration};
 
 use common::{Dice, watchdog_of};
 use oncekey::{
     Fingerprint, Identity, Lapse, Store,
     tier::{PostgresTier, Tiered, TieredClaim},
 };
+use program::program;
 use redis::{
     AsyncCommands as _,
     aio::MultiplexedConnection,
@@ -57,14 +60,6 @@ fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// `target/PROFILE/examples/workers`.
-fn program() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let program = test.parent().unwrap().parent().unwrap().join("examples/workers");
-    assert!(program.is_file(), "missing: cargo build --example workers --all-features");
-    program
-}
-
 /// The processes; they die with it.
 struct Fleet {
     processes: Vec<(&'static str, Child)>,
@@ -77,7 +72,8 @@ struct Fleet {
 
 impl Fleet {
     async fn start(roles: &[&'static str], flags: Vec<String>) -> Self {
-        let setup = Command::new(program()).arg("setup").args(&flags).status().await.unwrap();
+        let setup =
+            Command::new(program("workers")).arg("setup").args(&flags).status().await.unwrap();
         assert!(setup.success());
         let dice = Dice::new(7);
         let mut fleet = Self { processes: Vec::new(), flags, dice, kills: 0, poisoned: 0 };
@@ -88,7 +84,7 @@ impl Fleet {
     }
 
     fn spawn(&self, role: &str) -> Child {
-        Command::new(program())
+        Command::new(program("workers"))
             .arg(role)
             .args(&self.flags)
             .stdin(Stdio::null())
@@ -430,7 +426,7 @@ async fn a_message_is_set_aside_whole_and_by_its_attempts() {
     sqlx::raw_sql(shut).execute(&shop.pool).await.unwrap();
     let no_key = ("k".repeat(300), "1".to_owned());
     shop.send(std::slice::from_ref(&no_key)).await;
-    let status = Command::new(program())
+    let status = Command::new(program("workers"))
         .arg("queue")
         .args(&shop.fleet.flags)
         .stdin(Stdio::null())

@@ -7,19 +7,14 @@
 mod common;
 #[path = "common/postgres.rs"]
 mod postgres_server;
+#[path = "common/program.rs"]
+mod program;
 
-use std::{path::PathBuf, process::Command};
+use std::process::Command;
 
 use common::watchdog;
+use program::program;
 use sqlx::ConnectOptions as _;
-
-/// `target/PROFILE/examples/NAME`.
-fn program(name: &str) -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let program = test.parent().unwrap().parent().unwrap().join("examples").join(name);
-    assert!(program.is_file(), "missing: cargo build --examples --all-features");
-    program
-}
 
 /// What it prints.
 fn run(name: &str, arguments: &[&str]) -> String {

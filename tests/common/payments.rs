@@ -5,17 +5,10 @@
 use std::{
     io::{BufRead as _, BufReader},
     net::SocketAddr,
-    path::PathBuf,
     process::{Child, Command, Stdio},
 };
 
-/// `target/PROFILE/examples/payments`.
-pub fn program() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let program = test.parent().unwrap().parent().unwrap().join("examples").join("payments");
-    assert!(program.is_file(), "missing: cargo build --example payments --features axum");
-    program
-}
+use crate::program::program;
 
 /// It ends with its value.
 pub struct Payments {
@@ -25,7 +18,7 @@ pub struct Payments {
 
 impl Payments {
     pub fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(program())
+        let mut child = Command::new(program("payments"))
             .args(["serve", "--listen", "127.0.0.1:0"])
             .args(flags)
             .stdin(Stdio::null())
