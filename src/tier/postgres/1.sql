@@ -7,17 +7,20 @@
 -- Ground rules:
 --  1. A verb is one call of one function, so one statement and one round trip, and it needs no
 --     session: it works through a pooler that hands connections on after each transaction.
+--     The functions of a claim and of a completion do what is the rule and hand the rest on: each
+--     expression and variable costs, because every transaction prepares it anew.
 --  2. Time is clock_timestamp(), read when the rows are locked that it is compared for: not when
---     the transaction began, and not before a wait.
+--     the transaction began, and not before a wait. A function that is a transaction of its own
+--     may take now(), which costs less, if it looks afterwards whether it has waited.
 --  3. A function that writes locks the record first, then reads it; who comes second waits, and
 --     for no longer than `lock_ms`. Record first, then owner: nobody waits in a circle.
 --  4. A heartbeat writes one row of idempotency_owners and waits for no record (T10).
 --  5. The tables are as small or as large as what they hold, from one minute to the next: a plan
---     that was made while they were empty must still be right. So plans that read whole tables
---     are off in functions that keep their plans.
---     A function that is a transaction of its own turns them off for that transaction, which costs
---     less than a setting of the function does; the two forms for a transaction of the caller's
---     have the setting, so that the caller's own comes back.
+--     that was made while they were empty must still be right. So the tables begin with pages that
+--     hold nothing and that vacuum does not give back, which makes reading a whole table the dearer
+--     plan; where one was written anew without them (VACUUM FULL), plans that read whole tables are
+--     off in all functions but the first steps of a claim and of a completion. And a condition on
+--     `expires_at` beside an identity says `IS TRUE`, so that no plan takes its index for it.
 --  6. A verb with a token answers NULL for what it was asked to do: it has won, or it is done. Else
 --     with one idempotency_answer in bytes: twelve columns would cost a tenth of the verb.
 --  7. A function is never changed in a later version, because processes of both versions run
@@ -35,7 +38,8 @@ CREATE TABLE oncekey.idempotency_owners (
 ) WITH (
     -- A heartbeat changes no index: it stays within its page, if that has room.
     fillfactor = 50,
-    autovacuum_vacuum_threshold = 1000
+    autovacuum_vacuum_threshold = 1000,
+    vacuum_truncate = off
 );
 
 -- Bytes, compared as bytes: no collation, no case, no padding, NUL bytes too (R1).
@@ -79,7 +83,8 @@ CREATE TABLE oncekey.idempotency_keys (
     autovacuum_vacuum_cost_delay = 0,
     toast.autovacuum_vacuum_scale_factor = 0.01,
     toast.autovacuum_vacuum_threshold = 10000,
-    toast.autovacuum_vacuum_cost_delay = 0
+    toast.autovacuum_vacuum_cost_delay = 0,
+    vacuum_truncate = off
 );
 
 CREATE INDEX idempotency_keys_expires_at ON oncekey.idempotency_keys (expires_at);
@@ -127,7 +132,7 @@ RETURNS SETOF oncekey.idempotency_answer LANGUAGE sql STABLE AS $$
         (greatest(extract(epoch FROM s.until - t.now), 0) * 1000000)::bigint
     FROM (SELECT clock_timestamp() AS now) t
     JOIN oncekey.idempotency_keys r
-        ON r.account = a AND r.endpoint = e AND r.key = k AND r.expires_at > t.now
+        ON r.account = a AND r.endpoint = e AND r.key = k AND (r.expires_at > t.now) IS TRUE
     LEFT JOIN oncekey.idempotency_owners o ON o.owner = r.owner
     CROSS JOIN LATERAL (
         SELECT
@@ -145,9 +150,40 @@ RETURNS SETOF oncekey.idempotency_answer LANGUAGE sql STABLE AS $$
     ) s
 $$;
 
--- NULL or 'won', 'met' with what is there, or 'owner lapsed'. It never answers nothing: if the winner of
--- a lost insert has vanished, it inserts again (T4). A transaction of its own (rule 5).
+-- A claim, as a transaction of its own. As a rule nothing is there: NULL, it has won. It waits for
+-- whoever has the record in hands, but only for a moment: then it is an error, and idempotency_met
+-- looks without waiting.
 CREATE FUNCTION oncekey.idempotency_claim(
+    a bytea, e bytea, k bytea,
+    by_owner bigint, by_number bigint,
+    with_scheme bytea, with_fingerprint bytea,
+    max_run_ms bigint, retention_ms bigint, lock_ms bigint,
+    OUT answer bytea
+) LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO oncekey.idempotency_keys (
+        account, endpoint, key, scheme, fingerprint, owner, number, state,
+        created_at, due_at, expires_at
+    ) SELECT
+        a, e, k, with_scheme, with_fingerprint, by_owner, by_number, 0,
+        now(), now() + max_run_ms * interval '1 ms',
+        now() + (max_run_ms + retention_ms) * interval '1 ms'
+    FROM oncekey.idempotency_owners o
+    WHERE o.owner = by_owner AND o.alive_until > now()
+        AND set_config('lock_timeout', '50ms', true) IS NOT NULL
+    ON CONFLICT (account, endpoint, key) DO NOTHING;
+    IF NOT FOUND THEN
+        answer := oncekey.idempotency_met(
+            a, e, k, by_owner, by_number, with_scheme, with_fingerprint, max_run_ms, retention_ms,
+            lock_ms
+        );
+    END IF;
+END
+$$;
+
+-- A claim that looks before it waits: NULL or 'won', 'met' with what is there, or 'owner lapsed'. It
+-- never answers nothing: if the winner of a lost insert has vanished, it inserts again (T4).
+CREATE FUNCTION oncekey.idempotency_met(
     a bytea, e bytea, k bytea,
     by_owner bigint, by_number bigint,
     with_scheme bytea, with_fingerprint bytea,
@@ -156,29 +192,11 @@ CREATE FUNCTION oncekey.idempotency_claim(
 DECLARE
     met oncekey.idempotency_answer;
     as_asked bytea;
-    -- Every transaction prepares each expression anew, and a statement costs more: so few of them,
-    -- and a variable to return.
-    started timestamptz := CASE WHEN set_config('lock_timeout', lock_ms::text, true)
-        || set_config('enable_seqscan', 'off', true) IS NOT NULL THEN clock_timestamp() END;
+    started timestamptz;
     due timestamptz;
 BEGIN
-    -- As a rule nothing is there. It looks before it inserts: an insert would wait for a
-    -- transaction that completes the record.
-    INSERT INTO oncekey.idempotency_keys (
-        account, endpoint, key, scheme, fingerprint, owner, number, state,
-        created_at, due_at, expires_at
-    ) SELECT
-        a, e, k, with_scheme, with_fingerprint, by_owner, by_number, 0,
-        started, started + max_run_ms * interval '1 ms',
-        started + (max_run_ms + retention_ms) * interval '1 ms'
-    FROM oncekey.idempotency_owners o
-    WHERE o.owner = by_owner AND o.alive_until > started AND NOT EXISTS (
-        SELECT FROM oncekey.idempotency_keys r
-        WHERE r.account = a AND r.endpoint = e AND r.key = k
-    ) ON CONFLICT (account, endpoint, key) DO NOTHING;
-    IF FOUND THEN
-        RETURN as_asked;
-    END IF;
+    PERFORM set_config('lock_timeout', lock_ms::text, true),
+        set_config('enable_seqscan', 'off', true);
     FOR round IN 1..100 LOOP
         SELECT * INTO met FROM oncekey.idempotency_look_up(a, e, k);
         IF met.answer IS NOT NULL THEN
@@ -225,7 +243,7 @@ BEGIN
 END
 $$;
 
--- As idempotency_claim, in a transaction of the caller's own, which stays usable: 'locked' if
+-- As idempotency_met, in a transaction of the caller's own, which stays usable: 'locked' if
 -- another transaction has the record in its hands for longer than `lock_ms`.
 CREATE FUNCTION oncekey.idempotency_claim_in(
     a bytea, e bytea, k bytea,
@@ -237,7 +255,7 @@ SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     met oncekey.idempotency_answer;
 BEGIN
-    RETURN oncekey.idempotency_claim(
+    RETURN oncekey.idempotency_met(
         a, e, k, by_owner, by_number, with_scheme, with_fingerprint, max_run_ms, retention_ms,
         lock_ms
     );
@@ -247,7 +265,7 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- 'won', with what the owner before has left; else as idempotency_claim.
+-- 'won', with what the owner before has left; else as idempotency_met.
 CREATE FUNCTION oncekey.idempotency_take_over(
     a bytea, e bytea, k bytea,
     seen_owner bigint, seen_number bigint,
@@ -296,16 +314,51 @@ BEGIN
             RETURN record_send(met);
         END IF;
     END IF;
-    RETURN oncekey.idempotency_claim(
+    RETURN oncekey.idempotency_met(
         a, e, k, by_owner, by_number, with_scheme, with_fingerprint, max_run_ms, retention_ms,
         lock_ms
     );
 END
 $$;
 
+-- A completion, as a transaction of its own, with a null status: not kept. As a rule the record is
+-- there, it is free, and nobody waits for it: NULL, it is done. Else as idempotency_act.
+CREATE FUNCTION oncekey.idempotency_complete(
+    a bytea, e bytea, k bytea,
+    by_owner bigint, by_number bigint,
+    with_status bigint, with_headers bytea, with_body bytea,
+    retention_ms bigint, lock_ms bigint,
+    OUT answer bytea
+) LANGUAGE plpgsql AS $$
+BEGIN
+    UPDATE oncekey.idempotency_keys r SET
+        state = CASE WHEN with_status IS NULL THEN 3 ELSE 2 END,
+        status = with_status, headers = with_headers, body = with_body,
+        checkpoint = NULL,
+        settled_at = now(), expires_at = now() + retention_ms * interval '1 ms'
+    WHERE r.account = a AND r.endpoint = e AND r.key = k
+        AND r.owner = by_owner AND r.number = by_number
+        AND r.state < 2 AND (r.expires_at > now()) IS TRUE AND r.waited IS NULL
+        AND set_config('lock_timeout', lock_ms::text, true) IS NOT NULL;
+    IF FOUND AND clock_timestamp() < now() + interval '50 ms' THEN
+        RETURN;
+    ELSIF FOUND THEN
+        -- It has waited for a transaction that had the record: its time counts from here.
+        UPDATE oncekey.idempotency_keys r SET
+            settled_at = clock_timestamp(),
+            expires_at = clock_timestamp() + retention_ms * interval '1 ms'
+        WHERE r.account = a AND r.endpoint = e AND r.key = k;
+    ELSE
+        answer := oncekey.idempotency_act(
+            'complete', a, e, k, by_owner, by_number, with_status, with_headers, with_body,
+            retention_ms, lock_ms
+        );
+    END IF;
+END
+$$;
+
 -- What a token may do: 'complete' (with a null status: not kept), 'release', 'hold', 'lapse',
--- 'checkpoint' (the bytes are `with_body`). NULL, or 'lost' with what is there. A transaction of its own
--- (rule 5).
+-- 'checkpoint' (the bytes are `with_body`). NULL, or 'lost' with what is there.
 CREATE FUNCTION oncekey.idempotency_act(
     verb text,
     a bytea, e bytea, k bytea,
@@ -316,33 +369,13 @@ CREATE FUNCTION oncekey.idempotency_act(
 DECLARE
     met oncekey.idempotency_answer;
     as_asked bytea;
-    started timestamptz := CASE WHEN set_config('lock_timeout', lock_ms::text, true)
-        || set_config('enable_seqscan', 'off', true) IS NOT NULL THEN clock_timestamp() END;
+    started timestamptz;
     found_state smallint;
     found_end timestamptz;
     found_waited bytea;
 BEGIN
-    -- As a rule it is there, it is free, and nobody waits for it.
-    IF verb IN ('complete', 'complete in') THEN
-        UPDATE oncekey.idempotency_keys r SET
-            state = CASE WHEN with_status IS NULL THEN 3 ELSE 2 END,
-            status = with_status, headers = with_headers, body = with_body,
-            checkpoint = NULL,
-            settled_at = started, expires_at = started + retention_ms * interval '1 ms'
-        WHERE r.account = a AND r.endpoint = e AND r.key = k
-            AND r.owner = by_owner AND r.number = by_number
-            AND r.state IN (0, 1) AND r.expires_at > started AND r.waited IS NULL;
-        IF FOUND THEN
-            -- It has waited for a transaction that had the record: its time counts from here.
-            IF clock_timestamp() > started + interval '50 ms' THEN
-                started := clock_timestamp();
-                UPDATE oncekey.idempotency_keys r SET
-                    settled_at = started, expires_at = started + retention_ms * interval '1 ms'
-                WHERE r.account = a AND r.endpoint = e AND r.key = k;
-            END IF;
-            RETURN as_asked;
-        END IF;
-    END IF;
+    PERFORM set_config('lock_timeout', lock_ms::text, true),
+        set_config('enable_seqscan', 'off', true);
     SELECT r.state, r.expires_at, r.waited INTO found_state, found_end, found_waited
     FROM oncekey.idempotency_keys r
     WHERE r.account = a AND r.endpoint = e AND r.key = k
@@ -404,8 +437,8 @@ CREATE FUNCTION oncekey.idempotency_act_in(
 SET lock_timeout = 0 SET enable_seqscan = off SET jit = off AS $$
 BEGIN
     RETURN oncekey.idempotency_act(
-        CASE verb WHEN 'complete' THEN 'complete in' ELSE verb END, a, e, k, by_owner, by_number, with_status, with_headers, with_body, retention_ms,
-        lock_ms
+        CASE verb WHEN 'complete' THEN 'complete in' ELSE verb END, a, e, k, by_owner, by_number,
+        with_status, with_headers, with_body, retention_ms, lock_ms
     );
 END
 $$;
@@ -525,16 +558,28 @@ BEGIN
     FROM (
         SELECT w.account, w.endpoint, w.key FROM oncekey.idempotency_keys w
         WHERE w.account = a AND w.endpoint = e AND w.key = k
-            AND w.state IN (0, 1) AND w.expires_at > clock_timestamp()
+            AND w.state IN (0, 1) AND (w.expires_at > clock_timestamp()) IS TRUE
         FOR UPDATE SKIP LOCKED
     ) free
     WHERE r.account = free.account AND r.endpoint = free.endpoint AND r.key = free.key;
     RETURN FOUND OR EXISTS (
         SELECT FROM oncekey.idempotency_keys r
         WHERE r.account = a AND r.endpoint = e AND r.key = k
-            AND r.state IN (0, 1) AND r.expires_at > clock_timestamp()
+            AND r.state IN (0, 1) AND (r.expires_at > clock_timestamp()) IS TRUE
     );
 END
 $$;
+
+-- 64 pages that stay (rule 5), half a megabyte each.
+INSERT INTO oncekey.idempotency_owners SELECT n, '-infinity' FROM generate_series(1, 64 * 80) n;
+DELETE FROM oncekey.idempotency_owners;
+INSERT INTO oncekey.idempotency_keys (
+    account, endpoint, key, scheme, fingerprint, owner, number, state, checkpoint,
+    created_at, due_at, expires_at
+) SELECT
+    '', '', int4send(n), '', '', 0, 0, 0, decode(repeat('00', 1800), 'hex'),
+    '-infinity', '-infinity', '-infinity'
+FROM generate_series(1, 64 * 4) n;
+DELETE FROM oncekey.idempotency_keys;
 
 INSERT INTO oncekey.idempotency_schema (version) VALUES (1);

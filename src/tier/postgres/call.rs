@@ -87,6 +87,17 @@ impl Writer {
             .limit(self)
     }
 
+    /// A completion, as a transaction of its own.
+    pub(super) fn complete<'a>(
+        &self,
+        id: Identity<'a>,
+        token: Token,
+        kept: Kept<'a>,
+        retention: Duration,
+    ) -> Call<'a> {
+        self.call("complete").identity(id).token(token).kept(kept).span(retention).limit(self)
+    }
+
     /// A verb that needs the token: "act", or "act_in" for a transaction of the caller's. `kept` is a status, header lines and a body, or the bytes of a
     /// checkpoint in place of the body.
     pub(super) fn act<'a>(
