@@ -847,7 +847,7 @@ mod tests {
         let prepared = |n: &u64| {
             let key = n.to_string();
             let id = Identity::new("acct", "POST /charges", &key).unwrap();
-            theirs.hash_one(&*id.frame() as &[u8]) >> (64 - 6) == 0
+            crate::index::hash_of(&theirs, &id) >> (64 - 6) == 0
         };
         let name = |n: u64| n.to_string();
         let prepared: Vec<_> = (0..).filter(prepared).take(KEYS).map(name).collect();

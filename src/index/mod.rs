@@ -64,6 +64,15 @@ pub(crate) enum For {
     Claiming,
 }
 
+/// The hash of an identity: as in its frame the lengths first, so that no parts run into each other.
+#[inline]
+pub(crate) fn hash_of(keyed: &ahash::RandomState, id: &Identity<'_>) -> u64 {
+    let mut hasher = keyed.build_hasher();
+    hasher.write_u32((id.account().len() as u32) << 16 | id.endpoint().len() as u32);
+    [id.account(), id.endpoint(), id.key()].iter().for_each(|part| hasher.write(part));
+    hasher.finish()
+}
+
 /// Identity -> cell or record.
 pub(crate) struct Index {
     hasher: ahash::RandomState,
@@ -132,11 +141,7 @@ impl Index {
             // A model chooses where identities stand.
             return u64::from(id.key().last().copied().unwrap_or(0)) << 56;
         }
-        let mut hasher = self.hasher.build_hasher();
-        // As in the frame: the lengths first, so that no parts run into each other.
-        hasher.write_u32((id.account().len() as u32) << 16 | id.endpoint().len() as u32);
-        [id.account(), id.endpoint(), id.key()].iter().for_each(|part| hasher.write(part));
-        hasher.finish()
+        hash_of(&self.hasher, id)
     }
 
     fn shard(&self, hash: u64) -> &Shard {
