@@ -219,3 +219,49 @@ async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
     }
     drop(redis);
 }
+
+/// A claim whose caller has given up gets there after its release, which has found nothing. It is
+/// looked for again, so it shuts nobody out.
+#[tokio::test(flavor = "multi_thread")]
+async fn t4_a_claim_that_arrives_after_its_release_is_released_once_more() {
+    let _watchdog = watchdog();
+    let Some(server) = postgres_server::shared() else { return };
+    let builder = PostgresTier::builder().schema("late");
+    let builder = builder.durability(oncekey::tier::Durability::KilledProcess);
+    let beside = builder.clone().connect(server.pool().await).await.unwrap();
+    let proxy = Proxy::to(format!("127.0.0.1:{}", server.options().get_port())).await;
+    // The claim waits on one connection, and maybe a heartbeat or a poll; its release passes.
+    let pool = sqlx::postgres::PgPoolOptions::new()
+        .min_connections(6)
+        .max_connections(6)
+        .test_before_acquire(false)
+        .connect_with(server.options().host("127.0.0.1").port(proxy.port))
+        .await
+        .unwrap();
+    let tier: Arc<dyn Tier> = Arc::new(builder.connect(pool).await.unwrap());
+    let store = Store::builder().lease(LONG).build().unwrap();
+    let node = Tiered::builder(store).answer_within(Duration::from_millis(500));
+    let node = node.open_shared(tier, Lapse::Hold).await.unwrap();
+    // All have prepared their statements.
+    for round in 0..20 {
+        let warm = (0..6).map(|n| {
+            let node = node.clone();
+            async move {
+                let claim = node.claim(&id(&format!("{round} {n}")), same()).await.unwrap();
+                let TieredClaim::Won(permit) = claim else { panic!("{claim:?}") };
+                permit.release().await.unwrap();
+            }
+        });
+        futures_util::future::join_all(warm).await;
+    }
+
+    proxy.becomes(Slow);
+    let claim = node.claim(&id("late"), same()).await;
+    assert!(matches!(claim, Err(TieredError::Unavailable { .. })), "{claim:?}");
+    proxy.becomes(Fair);
+    until(async || node.stats().unwritten == 0).await;
+    assert_eq!(beside.look_up(id("late")).await.unwrap(), None, "it is still on its way");
+    proxy.deliver();
+    until(async || beside.look_up(id("late")).await.unwrap().is_some()).await;
+    until(async || beside.look_up(id("late")).await.unwrap().is_none()).await;
+}
