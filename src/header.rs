@@ -209,12 +209,35 @@ mod tests {
                 _ => assert_eq!(found, Err(KeyError::BadByte { at: 1, byte })),
             }
         }
+        for bytes in [&b"k\0\0"[..], b"k\x7fk\n", b"k\n\xff\0\0"] {
+            assert_eq!(Key::new(bytes), Err(KeyError::BadByte { at: 1, byte: bytes[1] }));
+        }
     }
 
     #[test]
     fn a_field_value_is_quoted_and_escaped() {
         assert_eq!(Key::new(r#"a"b\c"#).unwrap().to_field_value(), r#""a\"b\\c""#);
         assert_eq!(Key::new([b'"'; 255]).unwrap().to_field_value().len(), 512);
+    }
+
+    #[test]
+    fn each_error_says_what_is_wrong_and_where() {
+        for (error, parts) in [
+            (KeyError::Empty, ["empty", "1 to 255"]),
+            (KeyError::Blank, ["only spaces", "1 to 255"]),
+            (KeyError::TooLong { len: 300 }, ["300 characters", "at most 255"]),
+            (KeyError::BadByte { at: 7, byte: b'\t' }, ["0x09 at offset 7", "no blanks"]),
+            (KeyError::BadByte { at: 7, byte: 0xc3 }, ["0xc3 at offset 7", "printable ASCII"]),
+            (KeyError::Unbalanced, ["without its partner", "both ends"]),
+            (KeyError::BadEscape, ["backslash", r"\\"]),
+            (KeyError::List, ["more than one key", "send one"]),
+            (KeyError::Trailing, ["follows the quoted key", "RFC 9651"]),
+            (KeyError::NotQuoted, ["not quoted", "double quotes"]),
+            (KeyError::Multiple, ["more than one field", "send one"]),
+        ] {
+            let told = error.to_string();
+            assert!(parts.iter().all(|part| told.contains(part)), "{told}");
+        }
     }
 
     #[test]

@@ -221,6 +221,7 @@ mod tests {
             ("\"a\\", Unbalanced),
             ("\"a\\n\"", BadEscape),
             ("\"\\ \"", BadEscape),
+            ("\"a\\,b\"", BadEscape),
             ("\"a\"b", Trailing),
             ("\"a\" \"b\"", Trailing),
             ("\"a\"\"b\"", Trailing),

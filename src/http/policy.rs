@@ -341,11 +341,23 @@ mod tests {
     }
 
     #[test]
+    fn debug_shows_each_setting_and_what_releases() {
+        let table = StatusTable::keep_all().release(StatusCode::CONFLICT).release(StatusCode::GONE);
+        assert_eq!(format!("{table:?}"), "StatusTable releasing [409, 410]");
+        let shown = format!("{:?}", Policy::default().statuses(table).max_request(77));
+        for part in ["methods: [POST, PATCH]", "max_request: 77", "releasing [409, 410]"] {
+            assert!(shown.contains(part), "{shown}");
+        }
+    }
+
+    #[test]
     fn r17_a_status_can_be_moved_and_moved_back() {
         let ok = StatusCode::OK;
         let table = StatusTable::default().release(ok);
         assert!(!table.is_kept(ok));
         assert_eq!(table.keep(ok), StatusTable::default());
+        let others = StatusTable::keep_all().release(StatusCode::GONE);
+        assert_eq!(others.clone().release(ok).keep(ok), others);
         let all = StatusTable::keep_all();
         assert!((100..=999).all(|status| all.is_kept(StatusCode::from_u16(status).unwrap())));
     }

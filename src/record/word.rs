@@ -284,6 +284,38 @@ mod tests {
         }
     }
 
+    /// The words there are, as [`Word::is_ghost`], [`Word::is_over`] and [`Word::is_final`] see them.
+    #[test]
+    fn who_may_take_the_place_of_a_word_and_whether_it_changes() {
+        let at = Millis(1_000);
+        for (word, seen) in [
+            (Word::new(Kind::InFlight, at), [false, false, false]),
+            (Word::new(Kind::InFlight, at).attended(), [false, false, false]),
+            (Word::new(Kind::Held, at), [false, false, false]),
+            (Word::new(Kind::NotKept, at), [false, false, false]),
+            (Word::completed(Place::from_bits(7)), [false, false, true]),
+            (Word::taken_over(7), [false, false, true]),
+            (Word::new(Kind::Ended, at), [false, true, true]),
+            (Word::BLANK, [false, true, true]),
+            (Word::ghost(at), [true, true, true]),
+        ] {
+            let waited = word.with_waiters().with_waiters();
+            assert!(waited.has_waiters() && !word.has_waiters(), "{word:?}");
+            for word in [word, waited, word.with_out(true), waited.with_out(true)] {
+                assert_eq!([word.is_ghost(), word.is_over(), word.is_final()], seen, "{word:?}");
+            }
+        }
+        assert_eq!(Word::ghost(at).at(), at);
+    }
+
+    #[test]
+    fn debug_shows_the_parts() {
+        let word = Word::new(Kind::InFlight, Millis(7)).attended().with_waiters();
+        let shown =
+            "Word { kind: InFlight, at: Millis(7), out: false, waiters: true, attended: true }";
+        assert_eq!(format!("{word:?}"), shown);
+    }
+
     #[test]
     fn r22_a_record_ends_at_its_deadline_and_not_before() {
         let at = Millis(1_000);

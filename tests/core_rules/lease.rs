@@ -165,6 +165,15 @@ fn r09_tokens_never_repeat_and_grow() {
 }
 
 #[test]
+fn r09_a_permit_is_shown_by_its_token_and_by_nothing_else() {
+    let (store, _) = by_hand();
+    let permit = store.claim(&id("k"), fp("")).won();
+    let token = permit.token();
+    assert_eq!(token.to_string(), format!("{:016x}-{}", token.owner(), token.number()));
+    assert_eq!(format!("{permit:?}"), format!("Permit {{ token: {token:?}, .. }}"));
+}
+
+#[test]
 fn r09_tokens_of_an_identity_grow_also_where_claims_race() {
     let _watchdog = watchdog();
     let (store, _) = by_hand();
@@ -266,6 +275,39 @@ fn r09_completing_twice_the_first_wins() {
     let twice = store.resolve(&id("l"), Resolution::Complete(outcome("second")));
     assert_eq!(twice, Err(ResolveError::Completed));
     assert_eq!(store.claim(&id("l"), fp("")).replayed(), outcome("first"));
+}
+
+#[test]
+fn r09_a_permit_whose_claim_others_have_ended_touches_no_later_one() {
+    let ends: [fn(&Store); 3] = [
+        |store| store.resolve(&id("k"), Resolution::Complete(outcome("found"))).unwrap(),
+        |store| store.resolve(&id("k"), Resolution::Release).unwrap(),
+        |store| assert!(store.forget_forced(&id("k"))),
+    ];
+    for end in ends {
+        let (store, clock) = by_hand();
+        let permit = store.claim(&id("k"), fp("x")).won();
+        clock.advance(LEASE);
+        store.sweep();
+        end(&store);
+        // Whatever memory is free by now has been used again when these are through.
+        let names: Vec<_> = (0..500).map(|n| n.to_string()).collect();
+        for _ in 0..4 {
+            for name in &names {
+                store.claim(&id(name), fp("")).won().release().unwrap();
+            }
+            clock.advance(LEASE);
+            store.sweep();
+        }
+        let others: Vec<_> =
+            names.iter().map(|name| store.claim(&id(name), fp("")).won()).collect();
+        assert_eq!((permit.identity(), permit.fingerprint()), (id("k"), fp("x")));
+        permit.complete(outcome("late")).unwrap_err();
+        for (name, other) in names.iter().zip(others) {
+            other.complete(outcome(name)).unwrap();
+            assert_eq!(store.claim(&id(name), fp("")).replayed(), outcome(name));
+        }
+    }
 }
 
 #[test]
