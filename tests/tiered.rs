@@ -161,6 +161,22 @@ async fn t9_a_replay_ends_with_the_tiers_record() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn t9_what_was_read_from_the_tier_gives_its_room_back_at_its_end() {
+    let tier = wire();
+    let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
+    a.claim(&id("k"), same()).await.won().complete(outcome("a")).await.unwrap();
+    advance(DAY - 10 * SECOND).await;
+    // The first of the two ends last.
+    b.claim(&id("later"), same()).await.won().complete(outcome("b")).await.unwrap();
+    assert_eq!(b.claim(&id("k"), same()).await.replayed(), outcome("a"));
+    b.store().sweep();
+    assert_eq!(b.store().stats().keys, 2);
+    advance(10 * SECOND).await;
+    b.store().sweep();
+    assert_eq!(b.store().stats().keys, 1, "its neighbour has a day");
+}
+
+#[tokio::test(start_paused = true)]
 async fn t5_a_duplicate_on_another_node_waits_and_gets_the_same_bytes() {
     let tier = wire();
     let (a, b) = (node(&tier, Lapse::Hold).await, node(&tier, Lapse::Hold).await);
