@@ -1,10 +1,13 @@
 //! R22 to R24: when a record ends. And the drain, which ends the taking in.
 
 use std::{
+    future::Future,
+    pin::pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
+    task::{Context, Wake, Waker},
     thread,
     time::Duration,
 };
@@ -470,6 +473,27 @@ fn drain_is_told_when_the_last_claim_has_landed_however_it_lands() {
         assert!(thread.join().unwrap(), "{landing}");
         block_on(task);
     }
+}
+
+#[test]
+fn drain_is_woken_by_the_last_landing_and_by_none_before() {
+    struct Rung(AtomicU64);
+    impl Wake for Rung {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let (store, _) = by_hand();
+    let [first, last] = ["a", "b"].map(|key| store.claim(&id(key), fp("")).won());
+    let rung = Arc::new(Rung(AtomicU64::new(0)));
+    let waker = Waker::from(Arc::clone(&rung));
+    let mut drain = pin!(store.drain());
+    assert!(drain.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    first.release().unwrap();
+    assert_eq!(rung.0.load(Ordering::SeqCst), 0);
+    last.release().unwrap();
+    assert_eq!(rung.0.load(Ordering::SeqCst), 1);
+    assert!(drain.as_mut().poll(&mut Context::from_waker(&waker)).is_ready());
 }
 
 #[test]
