@@ -151,8 +151,8 @@ RETURNS SETOF oncekey.idempotency_answer LANGUAGE sql STABLE AS $$
 $$;
 
 -- A claim, as a transaction of its own. As a rule nothing is there: NULL, it has won. It waits for
--- whoever has the record in hands, but only for a moment: then it is an error, and idempotency_met
--- looks without waiting.
+-- whoever has the record in hands, but only for a moment, and for no longer than `lock_ms`: then it is
+-- an error, and idempotency_met looks without waiting.
 CREATE FUNCTION oncekey.idempotency_claim(
     a bytea, e bytea, k bytea,
     by_owner bigint, by_number bigint,
@@ -170,7 +170,7 @@ BEGIN
         now() + (max_run_ms + retention_ms) * interval '1 ms'
     FROM oncekey.idempotency_owners o
     WHERE o.owner = by_owner AND o.alive_until > now()
-        AND set_config('lock_timeout', '50ms', true) IS NOT NULL
+        AND set_config('lock_timeout', least(lock_ms, 50)::text, true) IS NOT NULL
     ON CONFLICT (account, endpoint, key) DO NOTHING;
     IF NOT FOUND THEN
         answer := oncekey.idempotency_met(

@@ -64,7 +64,8 @@ impl PostgresBuilder {
     }
 
     /// How long a verb waits for another transaction that has the record in its hands, at most; by
-    /// default 2 seconds. From a millisecond to 24 days; what is beyond is clamped. It must be
+    /// default 2 seconds. From a millisecond to 24 days; what is beyond is clamped. A claim that has
+    /// to wait does so twice, the first time for at most 50 milliseconds. It must be
     /// shorter than what a store in front of the tier gives an answer
     /// ([`TieredBuilder::answer_within`](crate::tier::TieredBuilder::answer_within)), or that takes
     /// the tier for unavailable.
