@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use Line::{AnswersLost, Cut, Fair, Silent, Slow};
+use Line::{AnswersLost, Cut, Fair, PingsLost, Silent, Slow};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream, tcp},
@@ -23,9 +23,15 @@ enum Line {
     Silent,
     /// What is asked gets there; what is answered is lost.
     AnswersLost,
+    /// As fair, but that a connection of Postgres which is only asked whether it is still there says
+    /// nothing any more.
+    PingsLost,
     /// Connections end, new ones at once.
     Cut,
 }
+
+/// Postgres' message "Sync" alone.
+const PING: &[u8] = &[b'S', 0, 0, 0, 4];
 
 /// A way to a server.
 #[derive(Clone)]
@@ -53,8 +59,12 @@ impl Proxy {
                 let Ok(server) = TcpStream::connect(&server).await else { continue };
                 let (from_client, to_client) = client.into_split();
                 let (from_server, to_server) = server.into_split();
-                let there = here.clone().pass(from_client, to_server, |line| line != Silent);
-                let back = here.clone().pass(from_server, to_client, |line| line == Fair);
+                let there = here.clone().pass(from_client, to_server, |line, bytes| {
+                    line != Silent && (line != PingsLost || bytes != PING)
+                });
+                let back = here
+                    .clone()
+                    .pass(from_server, to_client, |line, _| matches!(line, Fair | PingsLost));
                 let here = here.clone();
                 tokio::spawn(async move {
                     tokio::select! {
@@ -87,7 +97,7 @@ impl Proxy {
         self,
         mut from: tcp::OwnedReadHalf,
         mut to: tcp::OwnedWriteHalf,
-        gets_through: fn(Line) -> bool,
+        gets_through: fn(Line, &[u8]) -> bool,
     ) {
         let (mut bytes, mut under_way) = (vec![0; 16 << 10], self.under_way.subscribe());
         loop {
@@ -97,8 +107,9 @@ impl Proxy {
                 return;
             }
             let now = *self.line.borrow();
-            // What was lost is lost: a connection that missed something is of no use any more.
-            if !gets_through(now) {
+            // What was lost is lost: a connection that missed something is of no use any more. Nobody
+            // is told, neither now nor when the line is fair again.
+            if !gets_through(now, &bytes[..read]) {
                 std::future::pending::<()>().await;
             }
             if to.write_all(&bytes[..read]).await.is_err() {
@@ -190,7 +201,6 @@ async fn t2_t4_faults_on_the_wire_cost_time_and_no_second_effect() {
                 proxy.deliver();
             } else {
                 tokio::time::sleep(Duration::from_millis(120)).await;
-                proxy.becomes(Cut);
             }
             proxy.becomes(Fair);
         }
@@ -264,4 +274,53 @@ async fn t4_a_claim_that_arrives_after_its_release_is_released_once_more() {
     proxy.deliver();
     until(async || beside.look_up(id("late")).await.unwrap().is_some()).await;
     until(async || beside.look_up(id("late")).await.unwrap().is_none()).await;
+}
+
+/// Servers and firewalls go without a word: the connections stay, and are silent for ever. There is
+/// a place in the pool for new ones, whether the old ones were asked something or only whether they
+/// are still there.
+#[tokio::test(flavor = "multi_thread")]
+async fn t2_connections_that_fall_silent_leave_their_places_in_the_pool() {
+    const CONNECTIONS: u32 = 2;
+    let _watchdog = watchdog();
+    let Some(server) = postgres_server::shared() else { return };
+    let proxy = Proxy::to(format!("127.0.0.1:{}", server.options().get_port())).await;
+    let pool = sqlx::postgres::PgPoolOptions::new()
+        .max_connections(CONNECTIONS)
+        .test_before_acquire(false)
+        .connect_with(server.options().host("127.0.0.1").port(proxy.port))
+        .await
+        .unwrap();
+    let builder = PostgresTier::builder().durability(oncekey::tier::Durability::KilledProcess);
+    let tier = builder.schema("silent").connect(pool.clone()).await.unwrap();
+    tier.beat(1, LONG).await.unwrap();
+    let claim = |number: u64| NewClaim {
+        token: Token::new(1, number),
+        fingerprint: same(),
+        max_run: LONG,
+        retention: LONG,
+    };
+    for (round, line) in [PingsLost, Silent, AnswersLost].into_iter().enumerate() {
+        // All are there, and none is being asked anything when the line changes.
+        let all = (0..CONNECTIONS).map(|_| pool.acquire());
+        drop(futures_util::future::try_join_all(all).await.unwrap());
+        until(async || pool.num_idle() == CONNECTIONS as usize).await;
+        proxy.becomes(line);
+        for n in 1..=u64::from(CONNECTIONS) {
+            let key = format!("{round} {n}");
+            let answer = tier.claim(id(&key), claim(n));
+            if line == PingsLost {
+                assert!(matches!(answer.await, Ok(Claimed::Won { .. })));
+            } else {
+                let answer = tokio::time::timeout(Duration::from_millis(100), answer).await;
+                assert!(answer.is_err(), "{line:?}: {answer:?}");
+            }
+        }
+        proxy.becomes(Fair);
+        for n in 3..=9 {
+            let key = format!("{round} {n}");
+            let answer = tier.claim(id(&key), claim(n)).await;
+            assert!(matches!(answer, Ok(Claimed::Won { .. })), "{line:?}: {answer:?}");
+        }
+    }
 }

@@ -10,10 +10,10 @@ use std::{fmt::Write as _, time::Duration};
 
 use bytes::Bytes;
 use sqlx::{
-    AssertSqlSafe, Decode, Executor, PgConnection, PgPool, Postgres, Row as _, Type,
-    postgres::PgRow,
+    AssertSqlSafe, Decode, PgConnection, PgPool, Postgres, Row as _, Type, postgres::PgRow,
 };
 
+use super::borrow::Borrowed;
 use crate::{
     Fingerprint, Identity, Outcome, Scheme, Token,
     tier::{Claimed, Found, Landed, NewClaim, Recalls, State, TierError, record::millis},
@@ -206,7 +206,10 @@ impl<'a> Call<'a> {
     pub(super) async fn by_itself(&self, pool: &PgPool) -> Result<Answered, sqlx::Error> {
         let mut tried = 1;
         loop {
-            match self.once(pool).await {
+            let mut borrowed = Borrowed::from(pool).await?;
+            let answer = self.within(borrowed.connection()?).await;
+            borrowed.give_back();
+            match answer {
                 Err(error) if tried < TRIES && is_refused(&error) => {
                     // The deadlock and the conflict are over by now: a pause is for a third one.
                     tokio::time::sleep(Duration::from_millis(1 << tried.min(6))).await;
@@ -217,22 +220,15 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Makes the call within a transaction.
+    /// Makes the call on a connection, within the transaction that is open there, if any.
     pub(super) async fn within(
         &self,
-        transaction: &mut PgConnection,
-    ) -> Result<Answered, sqlx::Error> {
-        self.once(transaction).await
-    }
-
-    async fn once(
-        &self,
-        executor: impl Executor<'_, Database = Postgres>,
+        connection: &mut PgConnection,
     ) -> Result<Answered, sqlx::Error> {
         // All rows, so until the server says that it is done: a row comes before its commit.
         let text = AssertSqlSafe(format!("{}{}", self.text, self.end));
         let rows = if self.inline {
-            sqlx::raw_sql(text).fetch_all(executor).await?
+            sqlx::raw_sql(text).fetch_all(connection).await?
         } else {
             let mut query = sqlx::query(text);
             for argument in &self.arguments {
@@ -243,7 +239,7 @@ impl<'a> Call<'a> {
                     Argument::Word(word) => query.bind(*word),
                 };
             }
-            query.fetch_all(executor).await?
+            query.fetch_all(connection).await?
         };
         Ok(Answered { rows })
     }

@@ -4,6 +4,7 @@
 //! its own; what stands here is how a call is written, retried and read. Nothing here keeps state
 //! of a record, and nothing relies on two statements meeting the same connection.
 
+mod borrow;
 mod call;
 mod connect;
 mod listen;
