@@ -324,3 +324,29 @@ async fn t2_connections_that_fall_silent_leave_their_places_in_the_pool() {
         }
     }
 }
+
+/// The one connection to Redis is replaced when it is silent, also if no caller ever waits for as
+/// long as that takes to know.
+#[tokio::test(flavor = "multi_thread")]
+async fn t2_a_connection_that_falls_silent_is_replaced_however_soon_callers_give_up() {
+    let _watchdog = watchdog();
+    if !redis_server::is_installed() {
+        return;
+    }
+    let server = redis_server::Server::durable().await;
+    let proxy = Proxy::to(format!("127.0.0.1:{}", server.port)).await;
+    let url = format!("redis://127.0.0.1:{}", proxy.port);
+    let builder = RedisTier::builder().answer_within(Duration::from_millis(500));
+    let tier = builder.connect(&url).await.unwrap();
+    let beats = async || {
+        let beat = tokio::time::timeout(Duration::from_millis(100), tier.beat(1, LONG)).await;
+        matches!(beat, Ok(Ok(())))
+    };
+    for line in [Silent, AnswersLost] {
+        until(beats).await;
+        proxy.becomes(line);
+        assert!(!beats().await, "{line:?}");
+        proxy.becomes(Fair);
+        until(beats).await;
+    }
+}

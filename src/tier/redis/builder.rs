@@ -112,7 +112,7 @@ impl RedisBuilder {
             .set_connection_timeout(Some(self.answer_within))
             .set_response_timeout(None)
             .set_pipeline_buffer_size(1024);
-        let to = To::Server(Box::new(Server::new(client, config)));
+        let to = To::Server(Box::new(Server::new(client, config, self.answer_within)));
         self.open(to, 1, &[info]).await
     }
 

@@ -3,9 +3,10 @@
 //! Ground rules:
 //!
 //! 1. All callers share a connection, and what was sent first is done first.
-//! 2. A connection that has ended, that leads to a server which is no primary any more, or that has
-//!    been silent for as long as a step may take, is replaced by the next caller. The driver's own
-//!    `ConnectionManager` keeps the latter two; the cluster's connection knows them.
+//! 2. A connection that has ended, that leads to a server which is no primary any more, or that was
+//!    asked something and has been silent since for as long as a step may take, is replaced by the next
+//!    caller, however soon those who asked gave up. The driver's own `ConnectionManager` keeps the
+//!    latter two; the cluster's connection knows them.
 //! 3. A step whose connection ended under it may have been done. It is repeated at once if a repeated
 //!    one does no harm; else the caller is told that nobody knows. The connection to a cluster
 //!    repeats by itself, so there a release may find that it was lost, and a forget or a resolve that
@@ -23,7 +24,7 @@ use ::redis::{
     cluster_routing::{Route, RoutingInfo, SingleNodeRoutingInfo, SlotAddr},
 };
 use parking_lot::Mutex;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::step::Script;
 use crate::tier::TierError;
@@ -45,19 +46,21 @@ pub(super) enum To {
 pub(super) struct Server {
     client: Client,
     config: AsyncConnectionConfig,
+    /// How long a connection may be silent.
+    patience: Duration,
     open: Mutex<Option<Open>>,
     /// Held while a connection is being made: one caller makes it for all.
     connecting: tokio::sync::Mutex<()>,
     /// Connections made so far.
     made: AtomicU64,
-    /// Answers heard so far.
-    heard: AtomicU64,
 }
 
 #[derive(Clone)]
 struct Open {
     connection: MultiplexedConnection,
     nth: u64,
+    /// When it was asked something for the first time after its last answer.
+    asked: Option<Instant>,
 }
 
 impl Link {
@@ -68,9 +71,7 @@ impl Link {
         keys: &[Vec<u8>],
         args: &[&[u8]],
     ) -> Result<Vec<Value>, TierError> {
-        let heard = self.heard();
         let Ok(done) = timeout(self.within, self.step(script, keys, args)).await else {
-            self.note_silence(heard);
             return Err(TierError::unavailable(format!(
                 "no answer from Redis within {:?}",
                 self.within
@@ -131,23 +132,6 @@ impl Link {
         let acknowledged = answers.next().unwrap_or(Value::Nil).extract_error()?;
         Ok((step, ::redis::from_redis_value(acknowledged)?))
     }
-
-    fn heard(&self) -> u64 {
-        match &self.to {
-            To::Server(server) => server.heard.load(Ordering::Relaxed),
-            To::Cluster(_) => 0,
-        }
-    }
-
-    /// A step was not answered: if nothing else was answered meanwhile either, the connection is
-    /// replaced.
-    fn note_silence(&self, heard_before: u64) {
-        if let To::Server(server) = &self.to
-            && server.heard.load(Ordering::Relaxed) == heard_before
-        {
-            drop(server.open.lock().take());
-        }
-    }
 }
 
 /// The primary that has the slot of `key`.
@@ -156,14 +140,14 @@ fn owner(key: &[u8]) -> SingleNodeRoutingInfo {
 }
 
 impl Server {
-    pub(super) fn new(client: Client, config: AsyncConnectionConfig) -> Self {
+    pub(super) fn new(client: Client, config: AsyncConnectionConfig, patience: Duration) -> Self {
         Self {
             client,
             config,
+            patience,
             open: Mutex::default(),
             connecting: tokio::sync::Mutex::default(),
             made: AtomicU64::new(0),
-            heard: AtomicU64::new(0),
         }
     }
 
@@ -181,8 +165,16 @@ impl Server {
         self.note(open.nth, answers)
     }
 
+    /// The connection, for a caller who asks it something now.
     async fn connection(&self) -> RedisResult<Open> {
-        let present = || self.open.lock().clone();
+        let present = || {
+            let (mut open, now) = (self.open.lock(), Instant::now());
+            let is_silent = |asked: Instant| now.duration_since(asked) >= self.patience;
+            open.take_if(|open| open.asked.is_some_and(is_silent));
+            let open = open.as_mut()?;
+            open.asked.get_or_insert(now);
+            Some(open.clone())
+        };
         if let Some(open) = present() {
             return Ok(open);
         }
@@ -192,21 +184,25 @@ impl Server {
         }
         let connection =
             self.client.get_multiplexed_async_connection_with_config(&self.config).await?;
-        let open = Open { connection, nth: self.made.fetch_add(1, Ordering::Relaxed) };
+        let nth = self.made.fetch_add(1, Ordering::Relaxed);
+        let open = Open { connection, nth, asked: Some(Instant::now()) };
         *self.open.lock() = Some(open.clone());
         Ok(open)
     }
 
     /// Draws the conclusions of an answer of the connection `nth`.
     fn note<T>(&self, nth: u64, answer: RedisResult<T>) -> RedisResult<T> {
-        match &answer {
-            Err(error)
-                if error.is_unrecoverable_error() || is(error, ServerErrorKind::ReadOnly) =>
-            {
-                let _ = self.open.lock().take_if(|open| open.nth == nth);
+        let is_of_no_use = answer.as_ref().err().is_some_and(|error| {
+            error.is_unrecoverable_error() || is(error, ServerErrorKind::ReadOnly)
+        });
+        let mut present = self.open.lock();
+        if let Some(open) = present.as_mut().filter(|open| open.nth == nth) {
+            open.asked = None;
+            if is_of_no_use {
+                *present = None;
             }
-            _ => drop(self.heard.fetch_add(1, Ordering::Relaxed)),
         }
+        drop(present);
         answer
     }
 }
