@@ -430,6 +430,21 @@ async fn t4_a_claim_that_gets_there_after_its_release_shuts_nobody_out() {
     node.claim(&id("k"), same()).await.won().complete(outcome("1")).await.unwrap();
 }
 
+/// .. also if the tier does not answer when it is looked for.
+#[tokio::test(start_paused = true)]
+async fn t4_a_late_claim_is_looked_for_until_the_tier_answers() {
+    let tier = wire();
+    let node = node(&tier, Lapse::Hold).await;
+    *tier.late.lock().unwrap() = Some(8 * SECOND);
+    assert!(matches!(node.claim(&id("k"), same()).await, Err(TieredError::Unavailable { .. })));
+    *tier.late.lock().unwrap() = None;
+    until("it gets there", async || state(&tier, "k").await == Some(State::InFlight)).await;
+    tier.becomes(Weather::Down);
+    sleep(60 * SECOND).await;
+    tier.becomes(Weather::Fair);
+    until("it is looked for", async || state(&tier, "k").await.is_none()).await;
+}
+
 /// Polls `future` `times` times and drops it; what it answered, if it came to that.
 async fn dropped_after<F: Future>(times: usize, future: F) -> Option<F::Output> {
     let mut future = Box::pin(future);

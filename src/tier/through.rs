@@ -455,7 +455,8 @@ impl Through {
                 through.ask(answer).await
             };
             // After that the record has ended by itself.
-            let landed = write.retry(backoff(max_run.saturating_add(retention))).await;
+            let limit = max_run.saturating_add(retention);
+            let landed = write.retry(backoff(limit)).await;
             if landed.is_ok() {
                 telling.through.unwritten.fetch_sub(1, Ordering::Relaxed);
                 telling.is_over = true;
@@ -468,7 +469,7 @@ impl Through {
                 Ok(Landed::Lost(found)) if step.is_early(found.as_ref()) => {
                     for pause in LATE {
                         sleep(pause).await;
-                        match write().await {
+                        match write.retry(backoff(limit)).await {
                             Ok(Landed::Lost(found)) if step.is_early(found.as_ref()) => {}
                             _ => break,
                         }
