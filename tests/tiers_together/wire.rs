@@ -119,6 +119,13 @@ impl Proxy {
     }
 }
 
+/// Until all connections are there, and none is being asked anything.
+async fn all_idle(pool: &sqlx::PgPool, connections: usize) {
+    let all = (0..connections).map(|_| pool.acquire());
+    drop(futures_util::future::try_join_all(all).await.unwrap());
+    until(async || pool.num_idle() == connections).await;
+}
+
 /// Whatever happens between us and the server: every client ends with the right answer, and no work
 /// runs twice.
 #[tokio::test(flavor = "multi_thread")]
@@ -248,7 +255,7 @@ async fn t4_a_claim_that_arrives_after_its_release_is_released_once_more() {
         .connect_with(server.options().host("127.0.0.1").port(proxy.port))
         .await
         .unwrap();
-    let tier: Arc<dyn Tier> = Arc::new(builder.connect(pool).await.unwrap());
+    let tier: Arc<dyn Tier> = Arc::new(builder.connect(pool.clone()).await.unwrap());
     let store = Store::builder().lease(LONG).build().unwrap();
     let node = Tiered::builder(store).answer_within(Duration::from_millis(500));
     let node = node.open_shared(tier, Lapse::Hold).await.unwrap();
@@ -265,6 +272,8 @@ async fn t4_a_claim_that_arrives_after_its_release_is_released_once_more() {
         futures_util::future::join_all(warm).await;
     }
 
+    // Else the claim may not be sent: a connection that is asked whether it is still there is slow too.
+    all_idle(&pool, 6).await;
     proxy.becomes(Slow);
     let claim = node.claim(&id("late"), same()).await;
     assert!(matches!(claim, Err(TieredError::Unavailable { .. })), "{claim:?}");
@@ -301,10 +310,7 @@ async fn t2_connections_that_fall_silent_leave_their_places_in_the_pool() {
         retention: LONG,
     };
     for (round, line) in [PingsLost, Silent, AnswersLost].into_iter().enumerate() {
-        // All are there, and none is being asked anything when the line changes.
-        let all = (0..CONNECTIONS).map(|_| pool.acquire());
-        drop(futures_util::future::try_join_all(all).await.unwrap());
-        until(async || pool.num_idle() == CONNECTIONS as usize).await;
+        all_idle(&pool, CONNECTIONS as usize).await;
         proxy.becomes(line);
         for n in 1..=u64::from(CONNECTIONS) {
             let key = format!("{round} {n}");
