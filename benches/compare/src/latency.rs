@@ -2,15 +2,16 @@
 //!
 //! Each operation is timed by itself, which costs two readings of the clock; so these passes say
 //! nothing about cpu, and the passes that measure cpu time nothing. The time in which a thread had
-//! no core is subtracted, because it says more about the machine than about a store. Waiting for
-//! another thread's lock is not: that is the store's doing.
+//! no core is subtracted, because it says more about the machine than about a store, and so is that
+//! in which a virtual machine's host had a core for others. Waiting for another thread's lock is not:
+//! that is the store's doing.
 
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 
 use crate::{
-    meter::Preemption,
+    meter::{Preemption, Steal},
     sample::{Metric, Sample},
 };
 
@@ -18,12 +19,20 @@ use crate::{
 /// loses it for longer.
 const SLOW: Duration = Duration::from_micros(20);
 
+/// Shorter operations are not asked whether the host had stopped the machine.
+const LONG: Duration = Duration::from_micros(500);
+
+/// What the host has done is read as often, so that what is subtracted from an operation was hardly
+/// before it. It is told in steps twice as long.
+const FRESH: Duration = Duration::from_millis(5);
+
 /// How many operations there are between two looks at most.
 const CHUNK: u32 = 256;
 
 /// The times of one thread's operations.
 pub(crate) struct Stopwatch {
     preemption: Preemption,
+    steal: Steal,
     until_look: u32,
 }
 
@@ -37,7 +46,8 @@ pub(crate) struct Times {
 impl Stopwatch {
     /// For the calling thread.
     pub(crate) fn new() -> Self {
-        Self { preemption: Preemption::of_this_thread(), until_look: CHUNK }
+        let preemption = Preemption::of_this_thread();
+        Self { preemption, steal: Steal::new(), until_look: CHUNK }
     }
 
     /// To be called between two operations.
@@ -51,7 +61,13 @@ impl Stopwatch {
 
     /// Takes down an operation that has lasted from `start` until `end`.
     pub(crate) fn note(&mut self, times: &mut Times, start: Instant, end: Instant) {
-        let mut lasted = end - start;
+        let whole = end - start;
+        let stolen = if whole >= LONG || end - self.steal.read() >= FRESH {
+            self.steal.look(end)
+        } else {
+            Duration::ZERO
+        };
+        let mut lasted = whole;
         if lasted < SLOW {
             times.record(lasted);
             times.longest = times.longest.max(lasted);
@@ -62,9 +78,8 @@ impl Stopwatch {
         let interruption = self.preemption.look();
         self.until_look = CHUNK;
         times.preempted += u64::from(interruption.preempted);
-        if let Some(waited) = interruption.waited {
-            lasted = lasted.saturating_sub(waited);
-        }
+        let stolen = if whole >= LONG { stolen } else { Duration::ZERO };
+        lasted = without(whole, interruption.waited.unwrap_or(Duration::ZERO), stolen);
         times.record(lasted);
         // How long it would have lasted is not known then.
         if !(interruption.preempted && interruption.waited.is_none()) {
@@ -121,9 +136,25 @@ impl Times {
     }
 }
 
+/// What is left of an operation for the store to answer for. A thread that waits for a core while the
+/// machine is stopped waits for both, and the time is not to be subtracted twice; where they came one
+/// after the other, the shorter one stays the store's.
+fn without(whole: Duration, waited: Duration, stolen: Duration) -> Duration {
+    whole.saturating_sub(waited.max(stolen))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_time_is_subtracted_twice_nor_more_than_there_is() {
+        let ms = Duration::from_millis;
+        assert_eq!(without(ms(42), ms(0), ms(40)), ms(2));
+        assert_eq!(without(ms(42), ms(30), ms(40)), ms(2));
+        assert_eq!(without(ms(42), ms(30), ms(10)), ms(12));
+        assert_eq!(without(ms(7), ms(0), ms(10)), ms(0));
+    }
 
     #[test]
     fn the_longest_is_kept_to_the_nanosecond_and_quantiles_within_a_percent() {

@@ -1,9 +1,10 @@
-//! Reads what the operating system knows of this process and thread: cpu, memory, preemption.
+//! Reads what the operating system knows of this process, this thread and the machine: cpu, memory,
+//! preemption, stops by the host of a virtual machine.
 
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use memmap2::{Advice, MmapMut};
@@ -97,5 +98,95 @@ impl Preemption {
         let mut text = [0; 64];
         let len = self.schedstat.as_ref()?.read_at(&mut text, 0).ok()?;
         std::str::from_utf8(&text[..len]).ok()?.split(' ').nth(1)?.parse().ok()
+    }
+}
+
+/// How long the host of a virtual machine had its cores for others: `steal` in `/proc/stat`.
+///
+/// A machine that is stopped does not notice: no thread loses its core, only the clock goes on. The
+/// system tells of it afterwards in steps of [`Steal::STEP`], so what is told is right on average, and
+/// may be a step too much or too little each time. It is told of cores, not of threads.
+pub(crate) struct Steal {
+    stat: Option<File>,
+    /// What was told of each core when it was last read, and when that was.
+    seen: Vec<Duration>,
+    read: Instant,
+}
+
+impl Steal {
+    /// `USER_HZ` is 100 on every machine that this runs on.
+    const STEP: Duration = Duration::from_millis(10);
+
+    pub(crate) fn new() -> Self {
+        let stat = File::open("/proc/stat").ok();
+        let mut this = Self { stat, seen: Vec::new(), read: Instant::now() };
+        this.look(Instant::now());
+        this
+    }
+
+    /// When the last look was.
+    pub(crate) fn read(&self) -> Instant {
+        self.read
+    }
+
+    /// For how long a core was gone since the last look; of the one that was gone longest, because
+    /// a thread may have waited for one on another core, and all are stopped at once.
+    pub(crate) fn look(&mut self, now: Instant) -> Duration {
+        let mut text = [0; 4096];
+        let len = self.stat.as_ref().and_then(|stat| stat.read_at(&mut text, 0).ok()).unwrap_or(0);
+        let seen = stolen(&String::from_utf8_lossy(&text[..len]));
+        let longest = longest(&self.seen, &seen);
+        self.seen = seen;
+        self.read = now;
+        longest
+    }
+}
+
+/// The stolen time of each core, by `/proc/stat`.
+fn stolen(stat: &str) -> Vec<Duration> {
+    let of_core = |line: &str| {
+        // `cpu` alone is the sum of all. Behind the name: user, nice, system, idle, iowait, irq,
+        // softirq, steal.
+        let fields = line.strip_prefix("cpu").filter(|rest| !rest.starts_with(' '))?;
+        let steps = fields.split_ascii_whitespace().nth(8)?.parse::<u32>().ok()?;
+        Some(Steal::STEP * steps)
+    };
+    stat.lines().filter_map(of_core).collect()
+}
+
+fn longest(before: &[Duration], now: &[Duration]) -> Duration {
+    let grown = now.iter().zip(before).map(|(now, before)| now.saturating_sub(*before));
+    grown.max().unwrap_or(Duration::ZERO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STAT: &str = "\
+cpu  34046 41790 15699 1544801 572 0 174 73 0 0
+cpu0 16934 20906 7450 772975 86 0 58 32 0 0
+cpu1 17112 20884 8249 771825 486 0 115 40 5 6
+intr 1 2 3 4 5 6 7 8 9
+cpufreq
+";
+
+    #[test]
+    fn stolen_time_is_read_of_each_core_and_not_of_their_sum() {
+        let cores = [320, 400].map(Duration::from_millis);
+        assert_eq!(stolen(STAT), cores);
+        // An old kernel does not say, and this one does.
+        assert_eq!(stolen("cpu 1 2 3 4\ncpu0 1 2 3 4\n"), []);
+        assert!(!Steal::new().seen.is_empty());
+    }
+
+    #[test]
+    fn the_core_that_was_gone_longest_counts_and_no_core_twice() {
+        let ms = Duration::from_millis;
+        let before = stolen(STAT);
+        assert_eq!(longest(&before, &before), ms(0));
+        assert_eq!(longest(&before, &[ms(350), ms(420)]), ms(30));
+        // A core has come, or a count has gone back as that of waiting for disks may.
+        assert_eq!(longest(&before[..1], &[ms(310), ms(420)]), ms(0));
     }
 }

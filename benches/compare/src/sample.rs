@@ -17,7 +17,8 @@ pub(crate) enum Metric {
     P999,
     P9999,
     P99999,
-    /// The longest single operation, ns, the time in which its thread had no core subtracted.
+    /// The longest single operation, ns, the time in which its thread had no core, or the host
+    /// had stopped the machine, subtracted.
     MaxNs,
     /// Operations in which the thread lost its core.
     Preempted,

@@ -228,8 +228,8 @@ take turns on them. More is better.",
         title: "One claim while the store grows",
         text: "\
 The same new keys, each claim timed by itself, from an empty store to 4 million: a store that moves its
-records at once when it grows stops who comes meanwhile. The time in which a thread had no core is
-subtracted; waiting for another thread's lock is not. Less is better.",
+records at once when it grows stops who comes meanwhile. The time in which a thread had no core, or
+the host had stopped the machine, is subtracted; waiting for another thread's lock is not. Less is better.",
         panels: &[
             Panel {
                 title: "1 thread",
