@@ -67,6 +67,9 @@ const LINE: usize = 64;
 /// than a shared count and a miss.
 const INLINE: usize = 512;
 
+/// The reaping asks for memory so many records ahead.
+const AHEAD: usize = 8;
+
 /// Under the checker all records have one length and a slab has two of them.
 const MODEL_UNITS: usize = 64;
 const MODEL_RECORDS: usize = 2;
@@ -679,15 +682,24 @@ impl Slabs {
 
     /// Opens a slab for a lane that has none.
     fn open(&self, lane: &Lane, now: Millis) -> Option<()> {
-        let mut queue = lane.queue.lock();
+        let queue = lane.queue.lock();
         if lane.open.load(Ordering::Acquire) != 0 {
             return Some(());
         }
         // At most a sixteenth of what the lane has, so that what is empty in the last one does not
         // matter. A power of two, as all memory of pages.
         let len = up_to(queue.bytes / 16).min(queue.most);
-        queue.most = (queue.most * 2).min(LARGEST);
+        // Nobody is to wait for the lock until memory has come, or was touched.
+        drop(queue);
         let address = self.memory(len);
+        let mut queue = lane.queue.lock();
+        if lane.open.load(Ordering::Acquire) != 0 {
+            // Another thread was faster. Nobody has written to it: it is as clean as it came.
+            drop(queue);
+            self.spare.lock().clean.push((address, len));
+            return Some(());
+        }
+        queue.most = (queue.most * 2).min(LARGEST);
         let mut opening = self.opening.lock();
         let from = self.number.load(Ordering::Relaxed);
         let mut number = from;
@@ -1135,6 +1147,11 @@ fn reap_slab(
         }
         let record = slab.record(offset);
         let state = record.state();
+        // They lie one behind the other, and nobody has looked at them for as long as they lived.
+        let ahead = std::ptr::from_ref(record);
+        let ahead = ahead.wrapping_byte_add(AHEAD * (state >> KIND_BITS) as usize * UNIT);
+        prefetch(ahead);
+        prefetch(ahead.wrapping_byte_add(size_of::<Record>() - 1));
         match state & KIND {
             UNWRITTEN | WRITTEN | COPY => break Stop::Unwritten,
             LIVE => {
