@@ -5,7 +5,7 @@ use strict;
 use warnings;
 
 my ($tree) = @ARGV;
-my @files = qw(index/mod index/table record/cell record/slab engine/mod engine/settle
+my @files = qw(index/mod index/table index/spill record/cell record/slab engine/mod engine/settle
     engine/operate engine/sweep reclaim waiters/mod);
 my $number = 0;
 for my $file (map { "src/$_.rs" } @files) {

@@ -4,7 +4,7 @@
 //! hash   63 ...... | shard 4..10 | bucket: `bits` .............. | rest         |
 //!                                | 2 bits | tag: 20 bits ........|
 //! Shard  | root -> Table |
-//! Table  | buckets | next -> Table | cursor | done | overflow |
+//! Table  | buckets | next -> Table | cursor | done | overflow | spills (see `spill.rs`) |
 //! Bucket | slot | slot | slot | slot | slot | slot | slot | link |    64 bytes, one line
 //! slot   63 frozen | 62..43 tag | 42 kind | 41..0 which          0 empty, 1 tombstone
 //!        kind 0: a cell, its address / 64      kind 1: a record, its `Place`
@@ -36,6 +36,7 @@
 #![allow(unsafe_code)]
 
 mod slot;
+mod spill;
 mod table;
 
 use std::hash::{BuildHasher, Hasher};

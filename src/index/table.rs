@@ -30,6 +30,7 @@ use crate::{
 use super::{
     Shard, What, cas,
     slot::{TAG_BITS, Target, Value},
+    spill::Spills,
     top,
 };
 
@@ -78,7 +79,8 @@ pub(super) enum Next<'g> {
 }
 
 impl Bucket {
-    fn new() -> Self {
+    #[cfg(oncekey_loom)]
+    pub(super) fn new() -> Self {
         Self {
             slots: std::array::from_fn(|_| AtomicU64::new(Value::EMPTY.0)),
             link: AtomicU64::new(0),
@@ -114,12 +116,14 @@ pub(super) struct Table {
     cursor: AtomicUsize,
     /// Buckets that are done.
     done: AtomicUsize,
-    /// Overflow buckets.
+    /// How many overflow buckets stand in chains.
     overflow: AtomicUsize,
+    /// Where they lie.
+    spills: Spills,
 }
 
 impl Table {
-    fn new(bits: u32, base: u64, pages: &Arc<Pages>) -> Box<Self> {
+    pub(super) fn new(bits: u32, base: u64, pages: &Arc<Pages>) -> Box<Self> {
         Box::new(Self {
             buckets: Buckets::new(1 << bits, pages),
             bits,
@@ -128,6 +132,7 @@ impl Table {
             cursor: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
             overflow: AtomicUsize::new(0),
+            spills: Spills::new(1 << bits, pages),
         })
     }
 
@@ -154,14 +159,13 @@ impl Table {
     /// Appends a bucket to a chain, unless somebody else does something with its end. True if there
     /// are too many such buckets.
     pub(super) fn extend(&self, last: &Bucket) -> bool {
-        let new = Box::into_raw(Box::new(Bucket::new()));
-        let address = new.expose_provenance() as u64;
+        let new = self.spills.take();
+        let address = std::ptr::from_ref(new).expose_provenance() as u64;
         // AcqRel: publishes the bucket. Relaxed: what is there instead is read again. Only a head has
         // `done`, which is set after `frozen`.
         let linked = last.link.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed);
         if linked.is_err() {
-            // SAFETY: nobody has seen it.
-            drop(unsafe { Box::from_raw(new) });
+            self.spills.put_back(new);
             return false;
         }
         let overflow = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
@@ -171,6 +175,35 @@ impl Table {
     /// Whether there are overflow buckets.
     pub(super) fn overflows(&self) -> bool {
         self.overflow.load(Ordering::Relaxed) != 0
+    }
+
+    /// Appends a bucket to the chain with this number.
+    #[cfg(all(test, oncekey_loom))]
+    pub(super) fn append(&self, number: usize) -> bool {
+        let mut last = &self.buckets[number];
+        while let Next::Bucket(next) = last.next() {
+            last = next;
+        }
+        self.extend(last)
+    }
+
+    /// The addresses of all overflow buckets, chain by chain.
+    #[cfg(all(test, oncekey_loom))]
+    pub(super) fn appended(&self) -> Vec<usize> {
+        let mut all = Vec::new();
+        for head in self.buckets.iter() {
+            let mut last = head;
+            while let Next::Bucket(next) = last.next() {
+                all.push(std::ptr::from_ref(next).addr());
+                last = next;
+            }
+        }
+        all
+    }
+
+    #[cfg(all(test, oncekey_loom))]
+    pub(super) fn overflow(&self) -> usize {
+        self.overflow.load(Ordering::Relaxed)
     }
 
     /// How many references in [`SAMPLE`] buckets name something that may still be seen.
@@ -439,22 +472,6 @@ fn copy(table: &Table, number: usize, position: usize, value: Value) {
         };
     }
     let _ = cas(&bucket.slots[position % SLOTS], Value::EMPTY, value);
-}
-
-impl Drop for Table {
-    fn drop(&mut self) {
-        for head in self.buckets.iter() {
-            // Relaxed: nobody else has the table any more.
-            let mut address = (head.link.load(Ordering::Relaxed) & !(DONE | FROZEN)) as usize;
-            while address != 0 {
-                // SAFETY: `extend` has made it from a box; nobody uses the table any more.
-                let bucket = unsafe {
-                    Box::from_raw(std::ptr::with_exposed_provenance_mut::<Bucket>(address))
-                };
-                address = (bucket.link.load(Ordering::Relaxed) & !(DONE | FROZEN)) as usize;
-            }
-        }
-    }
 }
 
 /// The buckets of a table: a slice in pages.

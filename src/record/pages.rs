@@ -93,6 +93,12 @@ impl Pages {
         free.is_short()
     }
 
+    /// Bytes handed out in blocks.
+    #[cfg(test)]
+    pub(crate) fn out(&self) -> usize {
+        self.free.lock().out
+    }
+
     /// Zeroed memory of `len` bytes, aligned to a line of the cache.
     pub(crate) fn take(&self, len: usize) -> u64 {
         let Some(order) = order(len) else { return alone(len) };
