@@ -8,9 +8,9 @@ use std::cell::Cell;
 
 use crate::{
     reclaim::Guard,
-    record::Cells,
+    record::{Cells, Pages},
     stats::Counters,
-    sync::{AtomicUsize, Ordering, Tally},
+    sync::{Arc, AtomicUsize, Ordering, Tally},
 };
 
 /// The part of a store that belongs to a lane.
@@ -30,13 +30,13 @@ pub(crate) struct Lane {
 }
 
 /// Blocks that a lane keeps while claims come: as many as cells that wait for readers to go.
-const STAY: u64 = 4;
+const STAY: u64 = 6;
 
 impl Lane {
-    pub(crate) fn new(number: usize) -> Self {
+    pub(crate) fn new(number: usize, pages: &Arc<Pages>) -> Self {
         Self {
             number,
-            cells: Cells::new(),
+            cells: Cells::new(pages),
             counters: Counters::default(),
             in_flight: AtomicUsize::new(0),
             won: Tally::new(0),

@@ -1,8 +1,8 @@
-//! Where claims live that are not done: cells, in blocks of 32.
+//! Where claims live that are not done: cells, in blocks of 21.
 //!
 //! ```text
 //! Lane   current, cursor: numbers of blocks    shelves: | 16 | 32 | 64 | .. addresses of blocks
-//! Block  | free: 32 bits | retired: 32 bits | waiting: 32 bits, mark | due | cell | cell | ... |
+//! Block  | free | retired | waiting, mark | due | ghosts | long | cell | cell | ... |   4 KiB, of `Pages`
 //! Cell   | state | token | claimed | settled | hash, fingerprint, identity |     192 bytes
 //!
 //! cell   free --take--> taken --retire--> retired --seal--> waiting --refill--> free
@@ -32,19 +32,21 @@ use crate::{
     fingerprint::Fingerprint,
     identity::Frame,
     reclaim::{Guard, Mark},
-    sync::{AtomicU64, Ordering, Tally, UnsafeCell},
+    sync::{Arc, AtomicU64, Ordering, Tally, UnsafeCell},
 };
 
 use super::{
-    prefetch,
+    Pages, prefetch,
     word::{Kind, Word},
 };
 
 /// Bits of a cell's name: an address of 48 bits, of which its alignment needs no six.
 pub(super) const BITS: u32 = 42;
 
-/// Cells of a block.
-const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 32 };
+/// Cells of a block: with its head, the smallest block of [`Pages`]. So blocks of a large store lie in
+/// its chunks, and those that a burst has left behind are given back there, not to an allocator whose
+/// locks others wait for.
+const CELLS: usize = if cfg!(oncekey_loom) { 4 } else { 21 };
 const ALL: u64 = u64::MAX >> (64 - CELLS);
 
 /// So many retired cells are sealed together, unless somebody looks for free ones first.
@@ -60,7 +62,7 @@ const FIRST: usize = if cfg!(oncekey_loom) { 2 } else { 16 };
 const SHELVES: usize = if cfg!(oncekey_loom) { 3 } else { 24 };
 
 /// So many cells of a block may be ghosts: a few, because nobody counts them against a limit.
-const GHOSTS: u64 = 4;
+const GHOSTS: u64 = 3;
 
 /// One claim that is not done. See the drawing at the head of the file.
 #[repr(C, align(64))]
@@ -258,9 +260,15 @@ impl Waiting {
 
 const _: () = assert!(CELLS <= 32);
 
+#[cfg(not(oncekey_loom))]
+const _: () = assert!(size_of::<Block>() == 4096);
+
 impl Block {
-    fn new(due: Millis) -> Box<Self> {
-        let block = Box::new(Self {
+    /// A new one, of which the caller has the address.
+    fn make(due: Millis, pages: &Pages) -> u64 {
+        let address = pages.take(size_of::<Self>());
+        super::assert_fits_a_slot(address as usize);
+        let block = Self {
             free: AtomicU64::new(ALL),
             retired: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
@@ -268,9 +276,21 @@ impl Block {
             ghosts: Tally::new(0),
             long: Tally::new(0),
             cells: std::array::from_fn(|number| Cell::blank(number as u8)),
-        });
-        super::assert_fits_a_slot(block.cells.as_ptr().addr());
-        block
+        };
+        // SAFETY: memory of this length that is nobody else's, aligned to a line as a block is.
+        unsafe { std::ptr::with_exposed_provenance_mut::<Self>(address as usize).write(block) }
+        address
+    }
+
+    /// # Safety
+    ///
+    /// `address` came from `make` with these pages, and nobody uses the block any more.
+    unsafe fn unmake(address: u64, pages: &Pages) {
+        // SAFETY: see above. Cells may have identities on the heap.
+        unsafe {
+            std::ptr::with_exposed_provenance_mut::<Self>(address as usize).drop_in_place();
+            pages.give_back(address, size_of::<Self>());
+        }
     }
 
     #[inline]
@@ -364,16 +384,19 @@ pub(crate) struct Cells {
     /// Addresses of arrays of places, zero for none; and each place the address of a block, zero for
     /// none. What they lead to is written whole before (Release, and Acquire in `place` and `block`).
     shelves: [AtomicU64; SHELVES],
+    /// Where blocks lie.
+    pages: Arc<Pages>,
 }
 
 impl Cells {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(pages: &Arc<Pages>) -> Self {
         Self {
             current: Tally::new(0),
             cursor: Tally::new(0),
             len: AtomicU64::new(0),
             count: AtomicU64::new(0),
             shelves: std::array::from_fn(|_| AtomicU64::new(0)),
+            pages: Arc::clone(pages),
         }
     }
 
@@ -486,7 +509,7 @@ impl Cells {
     fn make_block(&self, mut at: usize, due: Millis) {
         // First: a lane that has a block, if only for a moment, is not idle.
         self.count.fetch_add(1, Ordering::Relaxed);
-        let block = Box::into_raw(Block::new(due)).expose_provenance() as u64;
+        let block = Block::make(due, &self.pages);
         loop {
             let place = self.place(at).unwrap_or_else(|| self.put_up(at));
             // Release: the block is whole.
@@ -661,8 +684,10 @@ impl Cells {
             // The next look begins with those that have stayed.
             self.cursor.store(0, Ordering::Relaxed);
             let block = std::ptr::from_ref(block).expose_provenance() as u64;
-            // SAFETY: no place leads to it any more, and it has no cell.
-            unsafe { guard.defer(drop_block, block, 0) }
+            let pages = Arc::as_ptr(&self.pages).expose_provenance() as u64;
+            // SAFETY: no place leads to it any more, and it has no cell. Its pages live as long as the
+            // store, which frees first what is deferred.
+            unsafe { guard.defer(drop_block, block, pages) }
             // Last: it counts until it is among what waits to be freed.
             self.count.fetch_sub(1, Ordering::Relaxed);
         }
@@ -685,12 +710,10 @@ impl Drop for Cells {
     fn drop(&mut self) {
         for place in (0..self.len()).filter_map(|at| self.place(at)) {
             // Relaxed: nobody else has the lane any more.
-            let block = place.load(Ordering::Relaxed) as usize;
+            let block = place.load(Ordering::Relaxed);
             if block != 0 {
                 // SAFETY: from `make_block`, and nobody has it.
-                drop(unsafe {
-                    Box::from_raw(std::ptr::with_exposed_provenance_mut::<Block>(block))
-                });
+                unsafe { Block::unmake(block, &self.pages) }
             }
         }
         for (number, shelf) in self.shelves.iter().enumerate() {
@@ -705,10 +728,10 @@ impl Drop for Cells {
 
 /// # Safety
 ///
-/// `block` is what `Box::into_raw` gave, and nobody has it.
-unsafe fn drop_block(block: u64, _: u64) {
+/// `block` came from [`Block::make`] with these `pages`, and nobody has it.
+unsafe fn drop_block(block: u64, pages: u64) {
     // SAFETY: see above.
-    drop(unsafe { Box::from_raw(std::ptr::with_exposed_provenance_mut::<Block>(block as usize)) });
+    unsafe { Block::unmake(block, &*std::ptr::with_exposed_provenance::<Pages>(pages as usize)) }
 }
 
 #[cfg(all(test, oncekey_loom, oncekey_reclaim))]
@@ -746,7 +769,7 @@ mod models {
     #[test]
     fn loom_cell_retired_by_one_and_sealed_by_another_against_a_look() {
         explore(2, || {
-            let (domain, cells) = (Domain::new(2), Cells::new());
+            let (domain, cells) = (Domain::new(2), Cells::new(&Arc::new(Pages::default())));
             let world = Arc::new(World { domain, cells, slot: AtomicU64::new(0) });
             {
                 let guard = world.domain.pin(0);
@@ -784,5 +807,48 @@ mod models {
             });
             threads.into_iter().for_each(|thread| assert!(thread.join().is_ok()));
         });
+    }
+}
+
+#[cfg(not(oncekey_loom))]
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{fingerprint::Scheme, identity::Identity, reclaim::Domain};
+
+    /// A large store's blocks are cut from the chunks that are there, and go back to them.
+    #[test]
+    fn blocks_of_cells_lie_in_pages_with_their_identities_outside() {
+        const BLOCKS: usize = 100;
+        let pages = Arc::new(Pages::default());
+        let (domain, cells) = (Domain::new(1), Cells::new(&pages));
+        // Longer than a cell has room for.
+        let long = "k".repeat(200);
+        let Ok(identity) = Identity::new("a", "e", &long) else { panic!("no identity") };
+        let frame = identity.frame();
+        let fingerprint = Fingerprint::from_parts(Scheme::REQUEST_1, [7; 32]);
+        let at = Millis(0);
+        let guard = domain.pin(0);
+        let owned: Vec<Owned> = (0..BLOCKS * CELLS)
+            .map(|_| cells.make(7, &frame, fingerprint, at, at, at, &guard))
+            .collect();
+        assert_eq!(pages.out(), BLOCKS * 4096);
+        // Chunks are of 2 MiB: more than one is never needed for as much.
+        let chunk = |owned: &Owned| std::ptr::from_ref(owned.cell()).addr() >> 21;
+        let last: std::collections::BTreeSet<_> =
+            owned.iter().rev().take(50 * CELLS).map(chunk).collect();
+        assert_eq!(last.len(), 1, "the last ones share a chunk");
+        for owned in owned {
+            Cells::retire(owned.cell(), &guard);
+        }
+        drop(guard);
+        // Those that were sealed wait for guards that were there; then they are free, and their blocks
+        // go when no guard has them.
+        for _ in 0..3 {
+            domain.turn_over();
+            cells.free_blocks(0, &domain.pin(0));
+        }
+        while domain.collect() {}
+        assert_eq!(pages.out(), 0);
     }
 }
