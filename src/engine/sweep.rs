@@ -173,6 +173,7 @@ impl Engine {
         drop(guard);
         let mut more = self.domain.collect();
         more |= self.slabs.clean();
+        more |= self.pages.shed();
         // A look at all tables costs as much as some tens of thousands of reaped records.
         let keys = self.room.used().0 as u64;
         if turn.shard.is_none() && (turn.gone > (keys / 8).max(512) || turn.gone > 0 && keys == 0) {

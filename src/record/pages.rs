@@ -15,7 +15,8 @@
 //!
 //! A new chunk is touched before anybody uses it, for which the system may take milliseconds. So the
 //! sweep's thread keeps a few ready, and is told when one of them was taken. Who comes too fast for it
-//! touches his own.
+//! touches his own. It is also the sweep that gives chunks back, and nobody else: the system does that
+//! under a lock that all share who touch new memory, and who lost its core under it would stop them.
 
 use std::{
     alloc::Layout,
@@ -99,6 +100,17 @@ impl Pages {
         self.free.lock().out
     }
 
+    /// Gives a free chunk back to the allocator, if there are too many; true if there still are. Of the
+    /// sweep alone: see the head of the file.
+    pub(crate) fn shed(&self) -> bool {
+        let mut free = self.free.lock();
+        let Some(chunk) = free.spare_chunk() else { return false };
+        let more = free.has_spare();
+        drop(free);
+        release(chunk, CHUNK);
+        more
+    }
+
     /// Zeroed memory of `len` bytes, aligned to a line of the cache.
     pub(crate) fn take(&self, len: usize) -> u64 {
         let Some(order) = order(len) else { return alone(len) };
@@ -144,11 +156,6 @@ impl Pages {
             free.out -= len;
             if free.chunks.contains(&(address & !(CHUNK - 1))) {
                 free.put(address, order);
-                while let Some(chunk) = free.spare_chunk() {
-                    drop(free);
-                    release(chunk, CHUNK);
-                    free = self.free.lock();
-                }
                 return;
             }
         }
@@ -199,10 +206,14 @@ impl Free {
         self.blocks[order].insert(address, false);
     }
 
+    fn has_spare(&self) -> bool {
+        self.ready() > self.wanted().max(self.chunks.len() / 8)
+    }
+
     /// A free chunk that is to go: one in eight may stay for the next. Tables that are rebuilt at
     /// about the same time need as many.
     fn spare_chunk(&mut self) -> Option<usize> {
-        if self.ready() <= self.wanted().max(self.chunks.len() / 8) {
+        if !self.has_spare() {
             return None;
         }
         let (chunk, _) = self.blocks[ORDERS - 1].pop_first()?;
@@ -331,6 +342,7 @@ mod tests {
                 }
             }
             blocks.drain(..).for_each(|block| give_back(&pages, block));
+            while pages.shed() {}
             let free = pages.free.lock();
             prop_assert_eq!((free.out, free.chunks.len()), (0, 0));
         }
@@ -351,6 +363,10 @@ mod tests {
         assert_eq!(chunks(), 2, "the one that was ready");
         while pages.prepare() {}
         [first, second].into_iter().for_each(|block| give_back(&pages, block));
+        assert_eq!(chunks(), 3, "the sweep has not been here");
+        assert!(pages.shed(), "there are more");
+        assert_eq!(chunks(), 2, "one at a time");
+        while pages.shed() {}
         assert_eq!(chunks(), 0);
     }
 }
