@@ -55,6 +55,7 @@ const ONLY: &[(&str, &[&str], &str)] = &[
         "unsafe",
         &[
             "index/mod.rs",
+            "index/spill.rs",
             "index/table.rs",
             "record/cell.rs",
             "record/pages.rs",
