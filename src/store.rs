@@ -448,8 +448,8 @@ impl Store {
     /// Asks for the memory that a claim of `id` will read, and does not wait for it. Worth its few
     /// nanoseconds if something is done before the claim, such as hashing the body.
     pub fn prefetch(&self, id: &Identity<'_>) {
-        let hold = self.hold();
-        drop(hold.approach(hold.engine().hash(id)));
+        let engine = self.engine();
+        engine.prefetch(engine.hash(id));
     }
 
     /// As [`Store::claim`] for each of `attempts`, in order. Faster for many: the waits for memory

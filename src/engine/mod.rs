@@ -322,6 +322,12 @@ impl Engine {
         self.domain.pin(lane)
     }
 
+    /// Asks for the memory that a look-up of `hash` will read first, and holds nothing off.
+    #[inline]
+    pub(crate) fn prefetch(&self, hash: u64) {
+        self.index.prefetch(hash);
+    }
+
     /// How many slots a look-up of what is there looks at.
     #[cfg(test)]
     pub(crate) fn probes(&self, frame: &Frame) -> usize {

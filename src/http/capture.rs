@@ -8,7 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method, StatusCode, header, response::Parts};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, response::Parts};
 use http_body::{Body, Frame};
 use tokio::time::timeout;
 
@@ -24,10 +24,20 @@ pub(crate) enum Captured<R> {
 
 const EVENT_STREAM: &[u8] = b"text/event-stream";
 
+/// The values of a field in a response. Found by a look at each line: there are few, and to hash a
+/// name, as the map does, takes longer.
+pub(crate) fn lines<'a>(
+    headers: &'a HeaderMap,
+    name: &'a HeaderName,
+) -> impl Iterator<Item = &'a HeaderValue> {
+    headers.iter().filter(move |(there, _)| *there == name).map(|(_, value)| value)
+}
+
 /// Whether the body is a stream or an upgrade, which nobody waits for (R20).
 pub(crate) fn is_stream(head: &Parts) -> bool {
     let is_event_stream = || {
-        let kind = head.headers.get(header::CONTENT_TYPE)?.as_bytes().trim_ascii_start();
+        let kind = lines(&head.headers, &header::CONTENT_TYPE).next()?;
+        let kind = kind.as_bytes().trim_ascii_start();
         let (kind, rest) = kind.split_at_checked(EVENT_STREAM.len())?;
         let is_all = matches!(rest.trim_ascii_start().first(), None | Some(b';'));
         Some(is_all && kind.eq_ignore_ascii_case(EVENT_STREAM))
@@ -147,13 +157,13 @@ pub(crate) fn is_as_promised(head: &Parts, method: &Method, len: usize) -> bool 
         return true;
     }
     let length = |value: &HeaderValue| value.to_str().ok()?.trim().parse::<usize>().ok();
-    head.headers.get_all(header::CONTENT_LENGTH).iter().all(|value| length(value) == Some(len))
+    lines(&head.headers, &header::CONTENT_LENGTH).all(|value| length(value) == Some(len))
 }
 
 /// Leaves the framing of a body that is here whole to the server, which knows its length: a
 /// `Transfer-Encoding` of the handler would contradict it. The other lines keep their order.
 pub(crate) fn let_frame(headers: &mut HeaderMap) {
-    if headers.contains_key(header::TRANSFER_ENCODING) {
+    if lines(headers, &header::TRANSFER_ENCODING).next().is_some() {
         let lines = std::mem::take(headers);
         let lines = lines.iter().filter(|(name, _)| *name != header::TRANSFER_ENCODING);
         for (name, value) in lines {

@@ -12,7 +12,7 @@
 //!    The list holds its entries weakly: it never keeps a body alive.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     future::poll_fn,
     pin::Pin,
     sync::{
@@ -283,21 +283,25 @@ fn why_broken(error: BoxError) -> Refused {
 /// mean equal bytes.
 #[derive(Default)]
 pub(crate) struct Bodies {
-    shards: [Mutex<HashMap<[u8; 32], Weak<Buffer>>>; 16],
+    shards: [Mutex<Shard>; 16],
 }
 
+/// Keyed by ahash: each request that runs goes through it.
+type Shard = HashMap<[u8; 32], Weak<Buffer>, ahash::RandomState>;
+
 impl Bodies {
-    fn shard(&self, digest: &[u8; 32]) -> &Mutex<HashMap<[u8; 32], Weak<Buffer>>> {
+    fn shard(&self, digest: &[u8; 32]) -> &Mutex<Shard> {
         &self.shards[usize::from(digest[0] % 16)]
     }
 
     /// Lists a body until the guard is dropped. The latest entry of a digest stands.
     pub(crate) fn list(self: &Arc<Self>, digest: [u8; 32], body: Faint) -> Listed {
         let Faint(entry) = body;
+        let listed = Listed { bodies: Arc::clone(self), digest, buffer: entry.as_ptr().addr() };
         if entry.strong_count() > 0 {
-            self.shard(&digest).lock().insert(digest, Weak::clone(&entry));
+            self.shard(&digest).lock().insert(digest, entry);
         }
-        Listed { bodies: Arc::clone(self), digest, entry }
+        listed
     }
 
     /// The listed body of this digest, if someone still holds it.
@@ -310,14 +314,19 @@ impl Bodies {
 pub(crate) struct Listed {
     bodies: Arc<Bodies>,
     digest: [u8; 32],
-    entry: Weak<Buffer>,
+    /// Where it is: its entry keeps the place from being another's. Should another entry have taken
+    /// that one's place, and the buffer of a third this one's, that one is taken off, and is not
+    /// shared.
+    buffer: usize,
 }
 
 impl Drop for Listed {
     fn drop(&mut self) {
         let mut shard = self.bodies.shard(&self.digest).lock();
-        if shard.get(&self.digest).is_some_and(|entry| entry.ptr_eq(&self.entry)) {
-            shard.remove(&self.digest);
+        if let Entry::Occupied(entry) = shard.entry(self.digest)
+            && entry.get().as_ptr().addr() == self.buffer
+        {
+            entry.remove();
         }
     }
 }

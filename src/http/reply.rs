@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header};
 
-use super::{body::ResponseBody, policy::Policy};
+use super::{body::ResponseBody, capture, policy::Policy};
 use crate::Outcome;
 
 /// Marks a header line of an outcome as a trailer.
@@ -108,9 +108,7 @@ pub(crate) fn has_no_body(status: StatusCode) -> bool {
 
 /// The fields that `Connection` names belong to this connection as well (RFC 9110, 7.6.1).
 fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
-    headers
-        .get_all(header::CONNECTION)
-        .iter()
+    capture::lines(headers, &header::CONNECTION)
         .flat_map(|line| line.as_bytes().split(|&byte| byte == b','))
         .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
         .collect()
