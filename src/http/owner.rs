@@ -60,14 +60,16 @@ pub(super) enum Waits {
 }
 
 /// How far a request has come.
-enum Next<R, E> {
-    Answer(Reply<R, E>),
+enum Next {
+    /// The reply is there.
+    Replied,
     Waits(Waits),
 }
 
 /// What a claim has met.
-enum Met<R> {
-    Answer(Response<ResponseBody<R>>),
+enum Met {
+    /// What is replied at once.
+    Replied,
     Won(Permit, Result<Slot, Over>),
     Owner(Pending),
     /// Another body.
@@ -107,12 +109,17 @@ where
         }
         Poll::Ready(Ok(())) => work.as_mut().receive(reading.received()),
     }
-    let met = claim(&work.held);
+    let met = claim(work.as_mut().held());
     let next = own(work.as_mut(), met);
     match next.unwrap_or_else(|| start(work.as_mut(), cx)) {
-        Next::Answer(answer) => AtOnce::Answer(answer),
+        Next::Replied => AtOnce::Answer(reply_of(work.as_mut().held())),
         Next::Waits(waits) => AtOnce::Waits(work, waits),
     }
+}
+
+fn reply_of<S, R, E>(held: &mut Held<S, R, E>) -> Reply<R, E> {
+    // It is there.
+    held.reply.take().unwrap_or_else(|| Ok(failed()))
 }
 
 /// Goes on with a request that has to wait.
@@ -141,7 +148,7 @@ where
                     return Ok(not_received(work, refused));
                 }
                 work.as_mut().receive(reading.received());
-                claim(&work.held)
+                claim(work.as_mut().held())
             }
             Waits::Owner(pending) => match place.wait(work.as_mut().held(), pending).await {
                 Ok(met) => met,
@@ -161,8 +168,8 @@ where
                     Err(CutOff::Panicked) => return Ok(failed()),
                     Err(CutOff::ShutDown) => return Ok(asked.answer(Problem::OutcomeUnknown)),
                 };
-                match end(&asked, ended) {
-                    Next::Answer(answer) => return answer,
+                match end(work.as_mut().held(), ended) {
+                    Next::Replied => return reply_of(work.as_mut().held()),
                     Next::Waits(more) => {
                         waits = more;
                         continue;
@@ -173,14 +180,14 @@ where
                 let Held { asked, fingerprint, .. } = &work.held;
                 return Ok(after_lost(asked, *fingerprint, ours).await);
             }
-            Waits::Again => claim(&work.held),
+            Waits::Again => claim(work.as_mut().held()),
             Waits::Mismatch => {
                 let held = work.as_mut().held();
                 let (asked, fingerprint) = (held.asked.clone(), held.fingerprint);
                 let since = *doubted.get_or_insert_with(Instant::now);
                 let translate = move |scheme| held.translate(scheme);
                 match asked.judge(fingerprint, translate, since).await {
-                    None => claim(&work.held),
+                    None => claim(work.as_mut().held()),
                     Some(Told::Unavailable { retry_after }) => {
                         return Ok(asked.unavailable(retry_after));
                     }
@@ -197,33 +204,32 @@ where
             None => poll_fn(|cx| Poll::Ready(start(work.as_mut(), cx))).await,
         };
         match next {
-            Next::Answer(answer) => return answer,
+            Next::Replied => return reply_of(work.as_mut().held()),
             Next::Waits(more) => waits = more,
         }
     }
 }
 
 /// Claims. Where nothing is there, a place for an owner comes along.
-fn claim<S, R>(held: &Held<S>) -> Met<R> {
-    let Held { asked, fingerprint, .. } = held;
-    let (claim, slot) = match asked.claim(*fingerprint, |scheme| held.translate(scheme)) {
-        Ok(claimed) => claimed,
-        Err(NotClaimed::Refused(over)) => return Met::Answer(asked.over(over)),
-        Err(NotClaimed::Error(error)) => return Met::Answer(asked.refused(error)),
-    };
-    match claim {
+fn claim<S, R, E>(held: &mut Held<S, R, E>) -> Met {
+    let Held { asked, fingerprint, .. } = &*held;
+    let answer = match asked.claim(*fingerprint, |scheme| held.translate(scheme)) {
         // Always with a slot.
-        Claim::Won(permit) => Met::Won(permit, slot.ok_or(Over::All)),
-        Claim::Replay(replay) => Met::Answer(asked.replay(&replay)),
-        Claim::NotKept => Met::Answer(asked.answer(Problem::ResponseNotKept)),
-        Claim::Mismatch => Met::Mismatch,
-        Claim::Held => Met::Answer(asked.answer(Problem::OutcomeUnknown)),
-        Claim::InFlight(pending) => Met::Owner(pending),
-    }
+        Ok((Claim::Won(permit), slot)) => return Met::Won(permit, slot.ok_or(Over::All)),
+        Ok((Claim::Mismatch, _)) => return Met::Mismatch,
+        Ok((Claim::InFlight(pending), _)) => return Met::Owner(pending),
+        Ok((Claim::Replay(replay), _)) => asked.replay(&replay),
+        Ok((Claim::NotKept, _)) => asked.answer(Problem::ResponseNotKept),
+        Ok((Claim::Held, _)) => asked.answer(Problem::OutcomeUnknown),
+        Err(NotClaimed::Refused(over)) => asked.over(over),
+        Err(NotClaimed::Error(error)) => asked.refused(error),
+    };
+    held.reply = Some(Ok(answer));
+    Met::Replied
 }
 
 /// Makes it the owner where the claim is won: then, with `None`, it is to be [started](start).
-fn own<S, B, R>(work: Pin<&mut Work<S, B, R>>, met: Met<R>) -> Option<Next<R, S::Error>>
+fn own<S, B, R>(mut work: Pin<&mut Work<S, B, R>>, met: Met) -> Option<Next>
 where
     S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
     S::Error: Send + 'static,
@@ -233,27 +239,28 @@ where
     R::Error: Into<BoxError>,
 {
     let (permit, slot) = match met {
-        Met::Answer(answer) => return Some(Next::Answer(Ok(answer))),
+        Met::Replied => return Some(Next::Replied),
         Met::Owner(pending) => return Some(Next::Waits(Waits::Owner(pending))),
         Met::Mismatch => return Some(Next::Waits(Waits::Mismatch)),
         Met::Won(permit, slot) => (permit, slot),
     };
-    let asked = &work.held.asked;
+    let held = work.as_mut().held();
     let slot = match slot {
         Ok(slot) => slot,
         Err(over) => {
             // Nothing was done: to the next waiter. Lost means that somebody settled it.
             let _ = permit.release();
-            return Some(Next::Answer(Ok(asked.over(over))));
+            held.reply = Some(Ok(held.asked.over(over)));
+            return Some(Next::Replied);
         }
     };
-    asked.watch.waited();
+    held.asked.watch.waited();
     work.own(permit, slot);
     None
 }
 
 /// Runs an owner as far as it comes without waiting.
-fn start<S, B, R>(mut work: Pin<&mut Work<S, B, R>>, cx: &mut Context<'_>) -> Next<R, S::Error>
+fn start<S, B, R>(mut work: Pin<&mut Work<S, B, R>>, cx: &mut Context<'_>) -> Next
 where
     S: Service<Request<RequestBody<B>>, Response = Response<R>> + Send + 'static,
     S::Error: Send + 'static,
@@ -263,16 +270,16 @@ where
     R::Error: Into<BoxError>,
 {
     match work.as_mut().poll_run(cx) {
-        Poll::Ready(ended) => end(&work.held.asked, ended),
+        Poll::Ready(ended) => end(work.held(), ended),
         Poll::Pending => Next::Waits(Waits::Run),
     }
 }
 
 /// What the client is told of how its run ended.
-fn end<R, E>(asked: &Asked, ended: Ended<R, E>) -> Next<R, E> {
-    Next::Answer(Ok(match ended {
-        Ended::Answered(response) => response,
-        Ended::Failed(error) => return Next::Answer(Err(error)),
+fn end<S, R, E>(held: &mut Held<S, R, E>, ended: Ended) -> Next {
+    let asked = &held.asked;
+    let answer = match ended {
+        Ended::Replied => return Next::Replied,
         Ended::Lost(ours) => return Next::Waits(Waits::Winner(ours)),
         #[cfg(feature = "tier")]
         Ended::InTransaction(outcome) => asked.first(&outcome),
@@ -286,7 +293,9 @@ fn end<R, E>(asked: &Asked, ended: Ended<R, E>) -> Next<R, E> {
         Ended::Told(Told::Unavailable { retry_after }) => asked.unavailable(retry_after),
         // Waits in memory, for what the other node does.
         Ended::Told(Told::Elsewhere) => return Next::Waits(Waits::Again),
-    }))
+    };
+    held.reply = Some(Ok(answer));
+    Next::Replied
 }
 
 fn failed<R>() -> Response<ResponseBody<R>> {
@@ -344,11 +353,11 @@ struct Waiting {
 
 impl Waiting {
     /// Waits for one owner, then looks again. An error is the answer.
-    async fn wait<S, R>(
+    async fn wait<S, R, E>(
         &mut self,
-        held: &mut Held<S>,
+        held: &mut Held<S, R, E>,
         pending: Pending,
-    ) -> Result<Met<R>, Response<ResponseBody<R>>> {
+    ) -> Result<Met, Response<ResponseBody<R>>> {
         let Held { asked, fingerprint, received, .. } = &mut *held;
         let caps = &asked.config.caps;
         if !self.is_seated {

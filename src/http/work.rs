@@ -52,13 +52,13 @@ pin_project! {
     {
         // Dropped first: what it holds is part of the work, which ends before the identity is settled.
         #[pin]
-        stage: Stage<B, S::Future, R, S::Error>,
-        pub(super) held: Held<S>,
+        stage: Stage<B, S::Future, R>,
+        pub(super) held: Held<S, R, S::Error>,
     }
 }
 
 /// What stays in its place while the stage changes.
-pub(super) struct Held<S> {
+pub(super) struct Held<S, R, E> {
     pub(super) asked: Asked,
     /// Until it is called.
     inner: Option<S>,
@@ -74,41 +74,44 @@ pub(super) struct Held<S> {
     /// Given back before the identity is settled, so that a waiter that becomes the owner finds it.
     slot: Option<Slot>,
     has_begun: bool,
+    /// What the client gets, once that is known. It stays here until then: to hand it on from step to
+    /// step would be to copy it each time.
+    pub(super) reply: Option<Reply<R, E>>,
     /// What the handler may have staged in a transaction of its own.
     #[cfg(feature = "tier")]
     staging: Option<InTransaction>,
 }
 
 /// Something that has to be waited for.
-type Later<R, E> = Pin<Box<dyn Future<Output = Then<R, E>> + Send>>;
+type Later<R> = Pin<Box<dyn Future<Output = Then<R>> + Send>>;
 
 pin_project! {
     #[project = StageProj]
-    enum Stage<B, F, R, E> {
+    enum Stage<B, F, R> {
         /// It comes in.
         Body { #[pin] body: B },
         /// It is here whole; the service is driven to ready once the claim is won.
         Ready,
         Handler { #[pin] future: F },
-        Later { until: Later<R, E> },
+        Later { until: Later<R> },
         Over,
     }
 }
 
 /// What was waited for.
-enum Then<R, E> {
+enum Then<R> {
     #[cfg(feature = "tier")]
     Entered(Entered, Parts, Received),
     Captured(Judged, Captured<R>),
-    Settled(Result<Ending, Stale>, Reply<R, E>),
+    Settled(Result<Ending, Stale>),
     #[cfg(feature = "tier")]
-    Concluded(Ended<R, E>),
+    Concluded(Ended),
 }
 
 /// How a run ended.
-pub(super) enum Ended<R, E> {
-    Answered(Response<ResponseBody<R>>),
-    Failed(E),
+pub(super) enum Ended {
+    /// The reply is there.
+    Replied,
     /// The token was stale (R9). The outcome that was not stored comes along.
     Lost(Option<Outcome>),
     Panicked,
@@ -124,12 +127,12 @@ pub(super) enum Ended<R, E> {
 }
 
 /// A step that was taken.
-enum Step<R, E> {
-    Ended(Ended<R, E>),
-    Later(Later<R, E>),
+enum Step<R> {
+    Ended(Ended),
+    Later(Later<R>),
 }
 
-/// What the client gets once the identity is settled.
+/// What the client gets.
 pub(super) type Reply<R, E> = Result<Response<ResponseBody<R>>, E>;
 
 /// The head of a response, and what becomes of it (R17).
@@ -166,13 +169,14 @@ where
                 claimed: None,
                 slot: None,
                 has_begun: false,
+                reply: None,
                 #[cfg(feature = "tier")]
                 staging: None,
             },
         })
     }
 
-    pub(super) fn held(self: Pin<&mut Self>) -> &mut Held<S> {
+    pub(super) fn held(self: Pin<&mut Self>) -> &mut Held<S, R, S::Error> {
         self.project().held
     }
 
@@ -257,10 +261,7 @@ where
     }
 
     /// Runs the handler and settles the identity by what it answers.
-    pub(super) fn poll_run(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Ended<R, S::Error>> {
+    pub(super) fn poll_run(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended> {
         let watch = self.held.asked.watch.clone();
         watch.within(|| {
             let steps = AssertUnwindSafe(|| self.as_mut().poll_steps(cx));
@@ -275,7 +276,7 @@ where
         })
     }
 
-    fn poll_steps(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended<R, S::Error>> {
+    fn poll_steps(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended> {
         loop {
             let mut this = self.as_mut().project();
             let held = this.held;
@@ -291,7 +292,10 @@ where
                             None => return Poll::Pending,
                         },
                         // Nothing was done.
-                        Err(error) => held.settle(Verb::Release, Err(error)),
+                        Err(error) => {
+                            held.reply = Some(Err(error));
+                            held.settle(Verb::Release)
+                        }
                     }
                 }
                 StageProj::Handler { future } => {
@@ -315,7 +319,7 @@ where
                         continue;
                     }
                     Then::Captured(judged, captured) => held.captured(judged, captured),
-                    Then::Settled(result, reply) => Step::Ended(held.settled(result, reply)),
+                    Then::Settled(result) => Step::Ended(held.settled(result)),
                     #[cfg(feature = "tier")]
                     Then::Concluded(ended) => Step::Ended(ended),
                 },
@@ -334,7 +338,7 @@ where
     }
 }
 
-impl<S> Held<S> {
+impl<S, R, E> Held<S, R, E> {
     /// The fingerprint by the scheme of an older record (R4).
     pub(super) fn translate(&self, scheme: Scheme) -> Option<Fingerprint> {
         let (parts, received) = (self.parts.as_ref()?, self.received.as_ref()?);
@@ -357,31 +361,26 @@ impl<S> Held<S> {
         S: Service<Request<RequestBody<B>>>,
     {
         let mut inner = self.inner.take()?;
-        let mut parts = self.parts.take()?;
+        let extensions = &mut self.parts.as_mut()?.extensions;
         let Received { bytes, trailers } = self.received.take()?;
         let token = self.claimed.as_ref()?.token();
         self.has_begun = true;
-        parts.extensions.insert(Attempt { caller: self.asked.caller.clone(), token });
-        parts.extensions.insert(Acted);
+        extensions.insert(Attempt { caller: self.asked.caller.clone(), token });
+        extensions.insert(Acted);
         #[cfg(feature = "tier")]
         if let Some(staging) = &self.staging {
-            parts.extensions.insert(staging.clone());
+            extensions.insert(staging.clone());
         }
         // From here on the handler's bytes are the only ones: it may drop them when it has read
         // them.
         let body = RequestBody::buffered(bytes.into_bytes(), trailers);
-        Some(inner.call(Request::from_parts(parts, body)))
+        Some(inner.call(Request::from_parts(self.parts.take()?, body)))
     }
 
-    fn answered<R, E>(
-        &mut self,
-        answered: Result<Response<R>, E>,
-        cx: &mut Context<'_>,
-    ) -> Step<R, E>
+    fn answered(&mut self, answered: Result<Response<R>, E>, cx: &mut Context<'_>) -> Step<R>
     where
         R: Body<Data = Bytes> + Send + 'static,
         R::Error: Into<BoxError>,
-        E: Send + 'static,
     {
         #[cfg(feature = "tier")]
         if let Some(staged) = self.staging.as_ref().and_then(|staging| staging.take()) {
@@ -389,7 +388,10 @@ impl<S> Held<S> {
         }
         let (head, body) = match answered {
             Ok(response) => response.into_parts(),
-            Err(error) => return self.settle(Verb::Release, Err(error)),
+            Err(error) => {
+                self.reply = Some(Err(error));
+                return self.settle(Verb::Release);
+            }
         };
         let policy = &*self.asked.policy;
         let is_kept = if head.extensions.get::<Release>().is_some() {
@@ -404,7 +406,8 @@ impl<S> Held<S> {
         if capture::is_stream(&judged.head) || !(is_kept || is_for_all) {
             let verb = judged.without_answer();
             let body = ResponseBody::untouched(body);
-            return self.settle(verb, Ok(Response::from_parts(judged.head, body)));
+            self.reply = Some(Ok(Response::from_parts(judged.head, body)));
+            return self.settle(verb);
         }
         let (max, limit) = (policy.max_response, policy.capture_time);
         match Capturing::new(body, max).at_once(cx) {
@@ -417,11 +420,7 @@ impl<S> Held<S> {
     }
 
     /// Settles the identity by the response (R17, R20), and keeps the response for the client.
-    fn captured<R, E>(&mut self, judged: Judged, captured: Captured<R>) -> Step<R, E>
-    where
-        R: Send + 'static,
-        E: Send + 'static,
-    {
+    fn captured(&mut self, judged: Judged, captured: Captured<R>) -> Step<R> {
         let Asked { policy, caller, method, .. } = &self.asked;
         let without_answer = judged.without_answer();
         let Judged { mut head, is_kept } = judged;
@@ -448,49 +447,45 @@ impl<S> Held<S> {
             }
             Captured::Open { prefix, rest } => (without_answer, ResponseBody::tail(prefix, rest)),
         };
-        self.settle(verb, Ok(Response::from_parts(head, body)))
+        self.reply = Some(Ok(Response::from_parts(head, body)));
+        self.settle(verb)
     }
 
     /// Settles the identity, if it was not settled already.
-    fn settle<R, E>(&mut self, verb: Verb, reply: Reply<R, E>) -> Step<R, E>
-    where
-        R: Send + 'static,
-        E: Send + 'static,
-    {
+    fn settle(&mut self, verb: Verb) -> Step<R> {
         self.slot = None;
-        let Some(claimed) = self.claimed.take() else { return Step::Ended(ended(reply)) };
+        let Some(claimed) = self.claimed.take() else { return Step::Ended(Ended::Replied) };
         match claimed.settle_at_once(verb) {
-            Ok(result) => Step::Ended(self.settled(result, reply)),
+            Ok(result) => Step::Ended(self.settled(result)),
             Err(in_tier) => {
-                Step::Later(Box::pin(async move { Then::Settled(in_tier.settle().await, reply) }))
+                Step::Later(Box::pin(async move { Then::Settled(in_tier.settle().await) }))
             }
         }
     }
 
-    fn settled<R, E>(
-        &mut self,
-        result: Result<Ending, Stale>,
-        mut reply: Reply<R, E>,
-    ) -> Ended<R, E> {
+    fn settled(&mut self, result: Result<Ending, Stale>) -> Ended {
         let Asked { config, policy, watch, .. } = &self.asked;
         match result {
             Ok(ending) => {
-                watch.end(if reply.is_err() { Ending::Failed } else { ending });
+                watch.end(if matches!(self.reply, Some(Err(_))) { Ending::Failed } else { ending });
                 // A key that was settled stands for its answer from now on, also for one that was
                 // not kept.
-                if let (Ok(response), Ending::Kept | Ending::NotKept) = (&mut reply, ending) {
+                if let (Some(Ok(response)), Ending::Kept | Ending::NotKept) =
+                    (&mut self.reply, ending)
+                {
                     let retention = config.backing.store().retention();
                     reply::say_when_it_expires(policy, retention, response.headers_mut());
                 }
-                ended(reply)
+                Ended::Replied
             }
             Err(Stale(outcome)) => {
                 watch.end(Ending::Lost);
                 if !self.has_begun {
                     // Somebody else has settled it, and nothing was done here.
-                    return ended(reply);
+                    return Ended::Replied;
                 }
                 config.backing.store().note_double_run();
+                self.reply = None;
                 Ended::Lost(outcome)
             }
         }
@@ -499,7 +494,7 @@ impl<S> Held<S> {
     /// The work ended without an answer: the identity is released if nothing has begun, else settled
     /// by the setting of the store (R11).
     fn abandon(&mut self, by_panic: bool) {
-        (self.slot, self.listed) = (None, None);
+        (self.slot, self.listed, self.reply) = (None, None, None);
         if by_panic {
             self.asked.config.counters.panics.up();
         }
@@ -520,7 +515,7 @@ impl<S> Held<S> {
 }
 
 /// Dropped unsettled only if it was cut off, as when the runtime ends.
-impl<S> Drop for Held<S> {
+impl<S, R, E> Drop for Held<S, R, E> {
     fn drop(&mut self) {
         if self.claimed.is_some() {
             self.abandon(std::thread::panicking());
@@ -528,13 +523,9 @@ impl<S> Drop for Held<S> {
     }
 }
 
-fn ended<R, E>(reply: Reply<R, E>) -> Ended<R, E> {
-    reply.map_or_else(Ended::Failed, Ended::Answered)
-}
-
 /// Takes a claim that was won in memory to the tier.
 #[cfg(feature = "tier")]
-fn enter<R, E>(asked: &Asked, permit: Permit, parts: Parts, received: Received) -> Later<R, E> {
+fn enter<R>(asked: &Asked, permit: Permit, parts: Parts, received: Received) -> Later<R> {
     let (config, policy) = (asked.config.clone(), asked.policy.clone());
     Box::pin(async move {
         let translate = |scheme| policy.translate(scheme, &parts, &received);
@@ -544,19 +535,17 @@ fn enter<R, E>(asked: &Asked, permit: Permit, parts: Parts, received: Received) 
 }
 
 #[cfg(feature = "tier")]
-impl<S> Held<S> {
+impl<S, R, E> Held<S, R, E> {
     /// Settles the identity by what the handler has staged in its transaction, whatever it answered.
-    fn conclude<R, E>(&mut self, staged: Staged, answered: Result<Response<R>, E>) -> Step<R, E>
-    where
-        R: Send + 'static,
-        E: Send + 'static,
-    {
+    fn conclude(&mut self, staged: Staged, answered: Result<Response<R>, E>) -> Step<R> {
         use crate::tier::owned::Concluded;
 
         self.slot = None;
         let plain = staged.plain.clone();
         let Some(claimed) = self.claimed.take() else { return Step::Ended(Ended::Unknown) };
         let (config, watch) = (self.asked.config.clone(), self.asked.watch.clone());
+        // If it was rolled back.
+        self.reply = Some(answered.map(|response| response.map(ResponseBody::untouched)));
         Step::Later(Box::pin(async move {
             Then::Concluded(match claimed.conclude(staged).await {
                 Concluded::Committed { completed, .. } => {
@@ -565,7 +554,7 @@ impl<S> Held<S> {
                 }
                 Concluded::RolledBack => {
                     watch.end(Ending::Released);
-                    ended(answered.map(|response| response.map(ResponseBody::untouched)))
+                    Ended::Replied
                 }
                 Concluded::Lost => {
                     watch.end(Ending::Lost);
