@@ -133,6 +133,7 @@ pub struct FingerprintBuilder {
 impl FingerprintBuilder {
     /// Adds a part, framed by its length: an empty part counts, and no two lists of parts give
     /// the same input to the hash.
+    #[inline]
     pub fn part(mut self, bytes: &[u8]) -> Self {
         // A `usize` fits into 64 bits on every platform Rust has.
         self.hash.update((bytes.len() as u64).to_be_bytes());

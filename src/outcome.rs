@@ -128,6 +128,13 @@ impl Outcome {
         self
     }
 
+    /// Sets the body to a copy of `body`.
+    #[cfg(feature = "http")]
+    pub(crate) fn copy_of(mut self, body: &[u8]) -> Self {
+        self.body = Bytes::copy_from_slice(body);
+        self
+    }
+
     /// The status.
     pub fn status(&self) -> u16 {
         self.status

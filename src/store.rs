@@ -386,18 +386,18 @@ impl Store {
 
     /// As [`Store::claim_with`], but where nothing is there `admit` is asked first, and its refusal is
     /// the answer: nothing was claimed then. What it has let in comes along; what is there already is
-    /// told without asking it.
+    /// told without asking it. `hash` is what [`ask_for`](Self::ask_for) has said of `id`.
     #[cfg(feature = "http")]
     pub(crate) fn claim_admitted<P, R>(
         &self,
         id: &Identity<'_>,
+        hash: u64,
         fingerprint: Fingerprint,
         mut translate: impl FnMut(Scheme) -> Option<Fingerprint>,
         admit: impl FnOnce() -> Result<P, R>,
     ) -> Result<(Claim, Option<P>), NotClaimed<R>> {
         let hold = self.hold();
         let engine = hold.engine();
-        let hash = engine.hash(id);
         let guard = hold.approach(hash);
         // While the memory comes.
         let frame = id.frame();
@@ -448,8 +448,15 @@ impl Store {
     /// Asks for the memory that a claim of `id` will read, and does not wait for it. Worth its few
     /// nanoseconds if something is done before the claim, such as hashing the body.
     pub fn prefetch(&self, id: &Identity<'_>) {
+        self.ask_for(id);
+    }
+
+    /// As [`Store::prefetch`]. What comes back is for [`claim_admitted`](Self::claim_admitted).
+    pub(crate) fn ask_for(&self, id: &Identity<'_>) -> u64 {
         let engine = self.engine();
-        engine.prefetch(engine.hash(id));
+        let hash = engine.hash(id);
+        engine.prefetch(hash);
+        hash
     }
 
     /// As [`Store::claim`] for each of `attempts`, in order. Faster for many: the waits for memory

@@ -34,6 +34,8 @@ pub(crate) struct Asked {
     parts: Option<Arc<Parts>>,
     pub(crate) method: Method,
     version: Version,
+    /// Of its identity, for the store.
+    hash: u64,
 }
 
 impl Asked {
@@ -58,9 +60,12 @@ impl Asked {
             Some(wait) => wait.min(policy.wait_cap.max(policy.wait_limit)),
             None => policy.wait_limit,
         };
+        // What the claim will read is on its way while the body comes in and is hashed.
+        let ask = |identity| config.backing.store().ask_for(&identity);
+        let hash = caller.identity().map_or(0, ask);
         let (method, version) = (parts.method.clone(), parts.version);
         let parts = policy.veto.keeps(parts);
-        Self { config, policy, caller, wait_limit, watch, parts, method, version }
+        Self { config, policy, caller, wait_limit, watch, parts, method, version, hash }
     }
 
     /// One that attaches: no attempt that logs and metrics are told of.
@@ -97,7 +102,8 @@ impl Asked {
             return Err(NotClaimed::Refused(Over::All));
         };
         let place = || self.config.caps.slot(&self.caller);
-        self.config.backing.store().claim_admitted(&identity, fingerprint, translate, place)
+        let store = self.config.backing.store();
+        store.claim_admitted(&identity, self.hash, fingerprint, translate, place)
     }
 
     /// Whether a mismatch is one; see `Backing::judge`.

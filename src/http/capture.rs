@@ -8,11 +8,11 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, response::Parts};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header, response::Parts};
 use http_body::{Body, Frame};
 use tokio::time::timeout;
 
-use super::{BoxError, body::Rest};
+use super::{BoxError, body::Rest, lines};
 
 /// What became of a response body.
 pub(crate) enum Captured<R> {
@@ -23,15 +23,6 @@ pub(crate) enum Captured<R> {
 }
 
 const EVENT_STREAM: &[u8] = b"text/event-stream";
-
-/// The values of a field in a response. Found by a look at each line: there are few, and to hash a
-/// name, as the map does, takes longer.
-pub(crate) fn lines<'a>(
-    headers: &'a HeaderMap,
-    name: &'a HeaderName,
-) -> impl Iterator<Item = &'a HeaderValue> {
-    headers.iter().filter(move |(there, _)| *there == name).map(|(_, value)| value)
-}
 
 /// Whether the body is a stream or an upgrade, which nobody waits for (R20).
 pub(crate) fn is_stream(head: &Parts) -> bool {

@@ -163,5 +163,14 @@ pub use self::{
     service::Idempotency,
 };
 
+/// The values of a field in a response. Found by a look at each line: most have a few, and to hash a
+/// name, as the map does, takes longer.
+fn lines<'a>(
+    headers: &'a http::HeaderMap,
+    name: &'a http::HeaderName,
+) -> impl Iterator<Item = &'a http::HeaderValue> {
+    headers.iter().filter(move |(there, _)| *there == name).map(|(_, value)| value)
+}
+
 /// Any error of a body.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -60,6 +60,7 @@ pub(super) enum Waits {
 }
 
 /// How far a request has come.
+#[allow(clippy::large_enum_variant, reason = "it is looked at where it is made")]
 enum Next {
     /// The reply is there.
     Replied,

@@ -4,10 +4,9 @@
 
 use std::time::Duration;
 
-use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header};
 
-use super::{body::ResponseBody, capture, policy::Policy};
+use super::{body::ResponseBody, lines, policy::Policy};
 use crate::Outcome;
 
 /// Marks a header line of an outcome as a trailer.
@@ -32,7 +31,7 @@ pub(crate) fn keep(
     for (name, value) in trailers.into_iter().flatten().filter(|(name, _)| is_kept(name)) {
         outcome = outcome.header([&[TRAILER], name.as_str().as_bytes()].concat(), value.as_bytes());
     }
-    if body.is_empty() { outcome } else { outcome.body(Bytes::copy_from_slice(body)) }
+    if body.is_empty() { outcome } else { outcome.copy_of(body) }
 }
 
 /// The response of a replay to a request of this method and version.
@@ -108,7 +107,7 @@ pub(crate) fn has_no_body(status: StatusCode) -> bool {
 
 /// The fields that `Connection` names belong to this connection as well (RFC 9110, 7.6.1).
 fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
-    capture::lines(headers, &header::CONNECTION)
+    lines(headers, &header::CONNECTION)
         .flat_map(|line| line.as_bytes().split(|&byte| byte == b','))
         .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
         .collect()
@@ -137,6 +136,7 @@ fn is_left_out(policy: &Policy, name: &HeaderName) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use http_body::Body as _;
     use http_body_util::{BodyExt, Full};
 

@@ -163,11 +163,7 @@ fn admit(config: &Config, parts: &Parts) -> Admission {
     };
     let caller = Caller { account, endpoint, key };
     match caller.identity() {
-        Ok(identity) => {
-            // What the claim will read is on its way while the body comes in and is hashed.
-            config.backing.store().prefetch(&identity);
-            Admission::Enter { policy: Arc::clone(policy), caller: Arc::new(caller) }
-        }
+        Ok(_) => Admission::Enter { policy: Arc::clone(policy), caller: Arc::new(caller) },
         // A name that is too long is none: it would have to be cut, and R1 forbids that.
         Err(IdentityError::Endpoint { .. }) => {
             config.counters.unclaimed.up();

@@ -157,23 +157,29 @@ where
     R::Error: Into<BoxError>,
 {
     pub(super) fn new(inner: S, asked: Asked, parts: Parts, body: B) -> Pin<Box<Self>> {
-        Box::pin(Self {
-            stage: Stage::Body { body },
-            held: Held {
-                asked,
-                inner: Some(inner),
-                parts: Some(parts),
-                received: None,
-                listed: None,
-                fingerprint: Fingerprint::from_parts(Scheme::REQUEST_1, [0; 32]),
-                claimed: None,
-                slot: None,
-                has_begun: false,
-                reply: None,
-                #[cfg(feature = "tier")]
-                staging: None,
+        // Made where it stays.
+        let place = Box::new_uninit();
+        let made = Box::write(
+            place,
+            Self {
+                stage: Stage::Body { body },
+                held: Held {
+                    asked,
+                    inner: Some(inner),
+                    parts: Some(parts),
+                    received: None,
+                    listed: None,
+                    fingerprint: Fingerprint::from_parts(Scheme::REQUEST_1, [0; 32]),
+                    claimed: None,
+                    slot: None,
+                    has_begun: false,
+                    reply: None,
+                    #[cfg(feature = "tier")]
+                    staging: None,
+                },
             },
-        })
+        );
+        Box::into_pin(made)
     }
 
     pub(super) fn held(self: Pin<&mut Self>) -> &mut Held<S, R, S::Error> {
