@@ -20,9 +20,11 @@
 //! sha-256   bare, and the fingerprint of the request
 //! task      bare, with the handler in a task of its own
 //! body      bare, with request and response body copied into buffers of their own
+//! store     bare, with a fingerprint, a claim and a completion around it: nothing is read of the
+//!           request but its key, and of the response nothing
 //! ```
 //!
-//! The last four are the parts of the layer that cannot be had for nothing, one by one. Client and
+//! The last five are the parts of the layer that cannot be had for nothing. Client and
 //! server have a processor each, and the client is the faster one: beside the throughput stands what
 //! the server's thread took, which is what a server that is busy all the time would show. `--quick`
 //! makes few rounds. `--instructions ARM REQUESTS` serves so many requests without a socket, for
@@ -53,7 +55,9 @@ use oncekey::{
 };
 use tower::{Service, ServiceExt, layer::layer_fn};
 
-const ARMS: [&str; 7] = ["bare", "layer", "replay", "nothing", "sha-256", "task", "body"];
+const ARMS: [&str; 8] = ["bare", "layer", "replay", "nothing", "sha-256", "task", "body", "store"];
+/// Those whose keys are kept, in a store as that of a service that has run for long.
+const KEEPING: [&str; 2] = ["layer", "store"];
 const CONNECTIONS: usize = 16;
 const SLICE: Duration = Duration::from_millis(200);
 const RETENTION: Duration = Duration::from_secs(600);
@@ -85,6 +89,12 @@ fn app(arm: &str, store: &Store) -> Router {
         "sha-256" => bare.layer(middleware::from_fn(hashed)),
         "task" => bare.layer(middleware::from_fn(in_a_task)),
         "body" => bare.layer(middleware::from_fn(copied)),
+        "store" => {
+            let store = store.clone();
+            bare.layer(middleware::from_fn(move |request, next| {
+                claimed(store.clone(), request, next)
+            }))
+        }
         other => panic!("no arm {other}: one of {ARMS:?}"),
     };
     app.with_state(())
@@ -128,6 +138,27 @@ async fn copied(request: Request, next: Next) -> Response {
     Response::from_parts(head, Body::from(body.to_vec()))
 }
 
+async fn claimed(store: Store, request: Request, next: Next) -> Response {
+    let key = request.headers()["idempotency-key"].clone();
+    let identity = Identity::new("", "POST /charges", &key).unwrap();
+    store.prefetch(&identity);
+    let fingerprint = Fingerprint::request("POST", "/charges", JSON.as_bytes());
+    let Ok(Claim::Won(permit)) = store.claim(&identity, fingerprint) else {
+        panic!("a new key was not won")
+    };
+    let response = next.run(request).await;
+    permit.complete(outcome()).unwrap();
+    response
+}
+
+/// As that of [`charge`].
+fn outcome() -> Outcome {
+    Outcome::new(201)
+        .header("content-type", "application/json")
+        .header("location", "/charges/42")
+        .body(r#"{"id":"ch_000000000042","amount_cents":1200,"status":"done"}"#)
+}
+
 /// What an arm is measured with.
 struct Arm {
     name: &'static str,
@@ -145,7 +176,7 @@ type Cpu = std::sync::mpsc::Sender<std::sync::mpsc::Sender<Duration>>;
 
 impl Arm {
     fn new(name: &'static str, is_growing: bool) -> Self {
-        let is_growing = is_growing || name != "layer";
+        let is_growing = is_growing || !KEEPING.contains(&name);
         let sweep = if is_growing { Sweep::Manual } else { Sweep::Thread };
         let (store, clock) = store(sweep);
         if !is_growing {
@@ -226,11 +257,7 @@ fn step() -> Duration {
 
 /// Records as those of the requests, of other keys, spread over the retention.
 fn fill(store: &Store, clock: &ManualClock) {
-    let answer = r#"{"id":"ch_000000000042","amount_cents":1200,"status":"done"}"#;
-    let outcome = Outcome::new(201)
-        .header("content-type", "application/json")
-        .header("location", "/charges/42")
-        .body(answer);
+    let outcome = outcome();
     for nth in 0..LIVE {
         let key = format!("before-{nth:024x}");
         let identity = Identity::new("", "POST /charges", &key).unwrap();
