@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 
 use crate::{
-    meter::{Preemption, Steal},
+    meter::{Interruption, Preemption, Steal},
     sample::{Metric, Sample},
 };
 
@@ -79,7 +79,7 @@ impl Stopwatch {
         self.until_look = CHUNK;
         times.preempted += u64::from(interruption.preempted);
         let stolen = if whole >= LONG { stolen } else { Duration::ZERO };
-        lasted = without(whole, interruption.waited.unwrap_or(Duration::ZERO), stolen);
+        lasted = without(whole, interruption, stolen);
         times.record(lasted);
         // How long it would have lasted is not known then.
         if !(interruption.preempted && interruption.waited.is_none()) {
@@ -136,11 +136,14 @@ impl Times {
     }
 }
 
-/// What is left of an operation for the store to answer for. A thread that waits for a core while the
-/// machine is stopped waits for both, and the time is not to be subtracted twice; where they came one
-/// after the other, the shorter one stays the store's.
-fn without(whole: Duration, waited: Duration, stolen: Duration) -> Duration {
-    whole.saturating_sub(waited.max(stolen))
+/// What is left of an operation for the store to answer for. If the thread never slept, that is no more
+/// than it ran, which is told exactly. Else a thread that waits for a core while the machine is stopped
+/// waits for both, and the time is not to be subtracted twice; where they came one after the other, the
+/// shorter one stays the store's.
+fn without(whole: Duration, interruption: Interruption, stolen: Duration) -> Duration {
+    let Interruption { waited, ran, .. } = interruption;
+    let left = whole.saturating_sub(stolen.max(waited.unwrap_or_default()));
+    ran.map_or(left, |ran| left.min(ran))
 }
 
 #[cfg(test)]
@@ -150,10 +153,19 @@ mod tests {
     #[test]
     fn no_time_is_subtracted_twice_nor_more_than_there_is() {
         let ms = Duration::from_millis;
-        assert_eq!(without(ms(42), ms(0), ms(40)), ms(2));
-        assert_eq!(without(ms(42), ms(30), ms(40)), ms(2));
-        assert_eq!(without(ms(42), ms(30), ms(10)), ms(12));
-        assert_eq!(without(ms(7), ms(0), ms(10)), ms(0));
+        let left = |whole, waited, stolen| {
+            let interruption =
+                Interruption { preempted: true, waited: Some(ms(waited)), ran: None };
+            without(ms(whole), interruption, ms(stolen))
+        };
+        assert_eq!(left(42, 0, 40), ms(2));
+        assert_eq!(left(42, 30, 40), ms(2));
+        assert_eq!(left(42, 30, 10), ms(12));
+        assert_eq!(left(7, 0, 10), ms(0));
+        // It has waited for nothing but a core, and was stopped for 15 ms of which 10 are told.
+        let ran = Interruption { preempted: true, waited: Some(ms(2)), ran: Some(ms(3)) };
+        assert_eq!(without(ms(20), ran, ms(10)), ms(3));
+        assert_eq!(without(ms(2), ran, ms(0)), ms(0));
     }
 
     #[test]

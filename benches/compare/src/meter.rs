@@ -60,8 +60,10 @@ pub(crate) struct Preemption {
     /// Cpu time, time on the run queue without a core, slices; of this thread. Not every kernel
     /// has it.
     schedstat: Option<File>,
+    ran: u64,
     waited: u64,
     switches: i64,
+    sleeps: i64,
 }
 
 /// How a thread was interrupted since the last look.
@@ -71,33 +73,43 @@ pub(crate) struct Interruption {
     pub(crate) preempted: bool,
     /// For how long it wanted to run and had no core; `None` if the kernel does not say.
     pub(crate) waited: Option<Duration>,
+    /// For how long it ran, if it did nothing else than that and wanting to: it did not sleep, for a
+    /// lock for instance. On a virtual machine that is told of stops by its host, without those.
+    pub(crate) ran: Option<Duration>,
 }
 
 impl Preemption {
     /// Of the calling thread; to be used by it only.
     pub(crate) fn of_this_thread() -> Self {
         let schedstat = File::open("/proc/thread-self/schedstat").ok();
-        let mut this = Self { schedstat, waited: 0, switches: 0 };
+        let mut this = Self { schedstat, ran: 0, waited: 0, switches: 0, sleeps: 0 };
         this.look();
         this
     }
 
     pub(crate) fn look(&mut self) -> Interruption {
-        let switches = usage(UsageWho::RUSAGE_THREAD).involuntary_context_switches();
-        let waited = self.read_waited();
+        let usage = usage(UsageWho::RUSAGE_THREAD);
+        let switches = usage.involuntary_context_switches();
+        let sleeps = usage.voluntary_context_switches();
+        let read = self.read();
+        let (ran, waited) = read.unwrap_or((0, 0));
+        let since = |now, before| Duration::from_nanos(now - before);
         let interruption = Interruption {
             preempted: switches > self.switches,
-            waited: waited.map(|now| Duration::from_nanos(now - self.waited)),
+            waited: read.map(|_| since(waited, self.waited)),
+            ran: read.filter(|_| sleeps == self.sleeps).map(|_| since(ran, self.ran)),
         };
-        self.switches = switches;
-        self.waited = waited.unwrap_or(0);
+        *self = Self { schedstat: self.schedstat.take(), ran, waited, switches, sleeps };
         interruption
     }
 
-    fn read_waited(&self) -> Option<u64> {
+    /// For how long the thread ran, and for how long it wanted to.
+    fn read(&self) -> Option<(u64, u64)> {
         let mut text = [0; 64];
         let len = self.schedstat.as_ref()?.read_at(&mut text, 0).ok()?;
-        std::str::from_utf8(&text[..len]).ok()?.split(' ').nth(1)?.parse().ok()
+        let mut fields = std::str::from_utf8(&text[..len]).ok()?.split(' ');
+        let mut field = || fields.next()?.parse().ok();
+        Some((field()?, field()?))
     }
 }
 
@@ -170,6 +182,17 @@ cpu1 17112 20884 8249 771825 486 0 115 40 5 6
 intr 1 2 3 4 5 6 7 8 9
 cpufreq
 ";
+
+    #[test]
+    fn what_a_thread_ran_is_told_unless_it_slept() {
+        let mut preemption = Preemption::of_this_thread();
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(20) {}
+        let ran = preemption.look().ran.expect("it did not sleep");
+        assert!(ran > Duration::ZERO && ran <= start.elapsed());
+        std::thread::sleep(Duration::from_millis(1));
+        assert_eq!(preemption.look().ran, None);
+    }
 
     #[test]
     fn stolen_time_is_read_of_each_core_and_not_of_their_sum() {

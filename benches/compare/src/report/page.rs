@@ -76,11 +76,13 @@ turns, each in a process of its own, which has touched and given back 2 GiB befo
 is the median of the passes and, in brackets and as thin lines, the lowest and the highest: that is the noise. What lies closer together
 than that is not told apart. Without brackets it was one pass.{left_out}
 
-From the time of a single operation that was slow is subtracted, of every store alike, for how long its thread
-had no core (`schedstat`) or, if that is longer, for how long the host of a virtual machine had one of its
-cores for others meanwhile (steal in `/proc/stat`): a machine that is stopped says nothing about a store. Steal
-is told in steps of 10 ms, and what was read last before the operation may be 5 ms old; so a single operation may
-have a step too much or too little taken off.
+From the time of a single operation that was slow is subtracted, for every store alike, what says nothing about
+a store. If its thread did not sleep, what counts is for how long it ran (`schedstat`), which on a virtual machine
+is without the stops by its host. If it slept, for instance because it waited for a lock, what is subtracted is for
+how long it wanted a core and had none or, if that is longer, for how long the host had one of the machine's cores
+for others meanwhile (steal in `/proc/stat`). Steal is told in steps of 10 ms, and what was read last before the
+operation may be 5 ms old; so such an operation may have a step too much or too little taken off. That the thread
+for whose lock it waited had no core is not subtracted.
 "
     )
 }
