@@ -51,6 +51,11 @@ impl Alarm {
         self.bell.notify_all();
     }
 
+    #[cfg(test)]
+    pub(crate) fn is_asked(&self) -> bool {
+        self.state.lock().short
+    }
+
     fn ring(&self) {
         self.state.lock().rung = true;
         self.bell.notify_all();

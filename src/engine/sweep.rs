@@ -160,6 +160,7 @@ impl Engine {
             && self.lanes.iter().all(|lane| lane.cells.is_idle())
             && self.slabs.is_empty()
             && self.domain.is_clean()
+            && self.pages.is_settled()
     }
 
     /// Gives memory back that a burst has left behind (R26), a bounded step of it; true if there is

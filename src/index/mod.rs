@@ -340,7 +340,7 @@ impl Index {
                         // No free slot: a bucket more.
                         let overflow = table.extend(bucket);
                         if overflow || chain + 1 >= table::LONG {
-                            shard.grow(table, slabs, guard);
+                            shard.grow_under_way(table, slabs, guard);
                         }
                     }
                     Next::End => break false,
@@ -551,7 +551,7 @@ impl Index {
         let live = table.live(slabs, guard);
         let sparse = table.bits > table::FEWEST && live < table::SAMPLE as u64;
         if sparse || live == 0 && table.overflows() {
-            shard.grow(table, slabs, guard);
+            shard.grow(table, true, slabs, guard);
             return true;
         }
         false
@@ -562,7 +562,7 @@ impl Index {
     pub(crate) fn begin_growth(&self, hash: u64, slabs: &Slabs, guard: &Guard<'_>) {
         let shard = self.shard(hash);
         if let Some(table) = shard.table(guard) {
-            shard.grow(table, slabs, guard);
+            shard.grow(table, true, slabs, guard);
         }
     }
 
@@ -589,7 +589,7 @@ impl Index {
                 if number - table.base.min(number) < YOUNG {
                     break;
                 }
-                shard.grow(table, slabs, guard);
+                shard.grow(table, true, slabs, guard);
                 if let Some(next) = table.next(guard) {
                     shard.help_some(table, next, slabs, guard);
                 }

@@ -216,7 +216,10 @@ mod models {
     /// more; no bucket may come twice, and as many are counted as there are.
     fn model(before: usize, runs: &'static [fn(&Table)]) {
         explore(3, move || {
-            let table = Arc::new(Table::new(1, 0, &Arc::new(Pages::default())));
+            let Some(table) = Table::new(1, 0, true, &Arc::new(Pages::default())) else {
+                panic!("none")
+            };
+            let table = Arc::new(table);
             (0..before).for_each(|_| drop(table.append(0)));
             let threads: Vec<_> = runs
                 .iter()

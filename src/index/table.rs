@@ -24,7 +24,7 @@ use std::ops::Deref;
 use crate::{
     reclaim::Guard,
     record::{Cell, Cells, Pages, Slabs, prefetch},
-    sync::{Arc, AtomicU64, AtomicUsize, Ordering},
+    sync::{Arc, AtomicU64, AtomicUsize, Ordering, Tally},
 };
 
 use super::{
@@ -49,6 +49,11 @@ const MOST: u32 = FEWEST + TAG_BITS - 4;
 
 /// A chain of so many buckets asks for a rebuild.
 pub(super) const LONG: usize = 8;
+
+/// A table with an overflow bucket for every so many of its own is to grow; with one for every so many
+/// fewer it grows though nobody has made memory ready for that.
+const FEW: usize = 16;
+const MANY: usize = 4;
 
 /// Buckets that are looked at to guess how full a table is. It grows with more than 2.8 live
 /// references in a bucket and shrinks with less than 1: so far apart that a table that has grown
@@ -116,6 +121,9 @@ pub(super) struct Table {
     cursor: AtomicUsize,
     /// Buckets that are done.
     done: AtomicUsize,
+    /// Whether a claim is making the next table: others need not make one as well, only to find that it
+    /// is not wanted. Relaxed: a hint.
+    growing: Tally,
     /// How many overflow buckets stand in chains.
     overflow: AtomicUsize,
     /// Where they lie.
@@ -123,17 +131,24 @@ pub(super) struct Table {
 }
 
 impl Table {
-    pub(super) fn new(bits: u32, base: u64, pages: &Arc<Pages>) -> Box<Self> {
-        Box::new(Self {
-            buckets: Buckets::new(1 << bits, pages),
+    /// `None` if it need not be at once and memory is not ready.
+    pub(super) fn new(
+        bits: u32,
+        base: u64,
+        at_once: bool,
+        pages: &Arc<Pages>,
+    ) -> Option<Box<Self>> {
+        Some(Box::new(Self {
+            buckets: Buckets::new(1 << bits, at_once, pages)?,
             bits,
             base,
             next: AtomicU64::new(0),
             cursor: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
+            growing: Tally::new(0),
             overflow: AtomicUsize::new(0),
             spills: Spills::new(1 << bits, pages),
-        })
+        }))
     }
 
     /// As it stands in [`Shard::buckets`].
@@ -169,7 +184,7 @@ impl Table {
             return false;
         }
         let overflow = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
-        overflow * 16 > self.buckets.len()
+        overflow * FEW > self.buckets.len()
     }
 
     /// Whether there are overflow buckets.
@@ -246,7 +261,8 @@ impl Shard {
             if let Some(table) = self.table(guard) {
                 return table;
             }
-            let new = Box::into_raw(Table::new(FEWEST, base, &self.pages));
+            let Some(new) = Table::new(FEWEST, base, true, &self.pages) else { continue };
+            let new = Box::into_raw(new);
             let address = new.expose_provenance() as u64;
             // AcqRel: publishes the table. Relaxed: another one is read again.
             if self.root.compare_exchange(0, address, Ordering::AcqRel, Ordering::Relaxed).is_err()
@@ -265,9 +281,20 @@ impl Shard {
         next.store(0, Ordering::Relaxed);
     }
 
+    /// As [`Shard::grow`], for claims: unless another one is at it, or memory is not ready and chains
+    /// are not yet so long. The next one that finds them too long tries again.
+    pub(super) fn grow_under_way(&self, table: &Table, slabs: &Slabs, guard: &Guard<'_>) {
+        if table.growing.swap(1, Ordering::Relaxed) == 0 {
+            let overflow = table.overflow.load(Ordering::Relaxed);
+            self.grow(table, overflow * MANY > table.buckets.len(), slabs, guard);
+            table.growing.store(0, Ordering::Relaxed);
+        }
+    }
+
     /// Puts a new table beside `table`, of a size that fits what lives, unless there is one or
     /// `table` is itself still being filled.
-    pub(super) fn grow(&self, table: &Table, slabs: &Slabs, guard: &Guard<'_>) {
+    /// Not `at_once`, it is left for later if memory is not ready.
+    pub(super) fn grow(&self, table: &Table, at_once: bool, slabs: &Slabs, guard: &Guard<'_>) {
         let is_root = self.table(guard).is_some_and(|root| std::ptr::eq(root, table));
         if !is_root || table.next(guard).is_some() {
             return;
@@ -284,7 +311,7 @@ impl Shard {
         } else {
             table.bits
         };
-        let new = Table::new(bits, slabs.number(), &self.pages);
+        let Some(new) = Table::new(bits, slabs.number(), at_once, &self.pages) else { return };
         let name = new.name();
         let new = Box::into_raw(new);
         let address = new.expose_provenance() as u64;
@@ -484,9 +511,10 @@ pub(super) struct Buckets {
 
 #[cfg(not(oncekey_loom))]
 impl Buckets {
-    fn new(len: usize, pages: &Arc<Pages>) -> Self {
-        let address = pages.take(len * size_of::<Bucket>());
-        Self { address, len, pages: Arc::clone(pages) }
+    fn new(len: usize, at_once: bool, pages: &Arc<Pages>) -> Option<Self> {
+        let bytes = len * size_of::<Bucket>();
+        let address = if at_once { pages.take(bytes) } else { pages.take_ready(bytes)? };
+        Some(Self { address, len, pages: Arc::clone(pages) })
     }
 }
 
@@ -515,8 +543,8 @@ pub(super) struct Buckets(Box<[Bucket]>);
 
 #[cfg(oncekey_loom)]
 impl Buckets {
-    fn new(len: usize, _pages: &Arc<Pages>) -> Self {
-        Self((0..len).map(|_| Bucket::new()).collect())
+    fn new(len: usize, _at_once: bool, _pages: &Arc<Pages>) -> Option<Self> {
+        Some(Self((0..len).map(|_| Bucket::new()).collect()))
     }
 }
 

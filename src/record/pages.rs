@@ -17,6 +17,14 @@
 //! sweep's thread keeps a few ready, and is told when one of them was taken. Who comes too fast for it
 //! touches his own. It is also the sweep that gives chunks back, and nobody else: the system does that
 //! under a lock that all share who touch new memory, and who lost its core under it would stop them.
+//!
+//! Nor does anybody wait for the lock of what is free: who had it when he lost his core would stop all
+//! others until he runs again. Who does not get it takes memory of its own, and what he gives back
+//! stands in a list without a lock until the sweep comes:
+//!
+//! ```text
+//! returned -> | next, length | .. block .. |  ->  | next, length | .. block .. |
+//! ```
 
 use std::{
     alloc::Layout,
@@ -25,7 +33,7 @@ use std::{
 
 use crate::{
     expire::Alarm,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard, Ordering, Tally},
 };
 
 /// A large page of x86-64 and of most others.
@@ -40,9 +48,16 @@ const ORDERS: usize = (CHUNK / SMALLEST).ilog2() as usize + 1;
 /// With so much handed out, a chunk more is little.
 const SMALL: usize = if cfg!(test) { 64 << 10 } else { 16 << 20 };
 
+/// While another thread makes a chunk, nobody makes one more for so little: all who do ask the system
+/// for memory at once, and it gives it to one after the other.
+const LITTLE: usize = 64 << 10;
+
 /// So many chunks are ready at most, and one in [`READY_OF`] of all, and one.
 const READY: usize = 8;
 const READY_OF: usize = 32;
+
+/// So often who wants the lock looks whether it is free: longer than who has it and runs keeps it.
+const LOOKS: usize = 200;
 
 /// Blocks are aligned to a line of the cache.
 const LINE: usize = 64;
@@ -51,14 +66,23 @@ const LINE: usize = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Pages {
     free: Mutex<Free>,
+    /// The address of the block that was given back last without the lock; zero for none. Pushed to by
+    /// compare-and-swap, emptied by a swap.
+    returned: Tally,
+    /// Bytes handed out.
+    out: Tally,
+    /// Whether there is a thread that makes chunks ready.
+    prepares: Tally,
     /// Of the sweep, which makes chunks ready.
     alarm: Arc<Alarm>,
 }
 
 #[derive(Debug, Default)]
 struct Free {
-    /// Bytes handed out.
+    /// Bytes handed out, when the lock was taken.
     out: usize,
+    /// How many threads are making a chunk.
+    making: usize,
     /// Addresses of all chunks.
     chunks: BTreeSet<usize>,
     /// Free blocks of each size by address, and whether they are zero.
@@ -79,16 +103,43 @@ fn layout(len: usize) -> Layout {
 
 impl Pages {
     pub(crate) fn new(alarm: &Arc<Alarm>) -> Arc<Self> {
-        Arc::new(Self { free: Mutex::default(), alarm: Arc::clone(alarm) })
+        let mut pages = Self::default();
+        pages.alarm = Arc::clone(alarm);
+        Arc::new(pages)
+    }
+
+    /// The lock, unless somebody has it who does not run.
+    fn try_free(&self) -> Option<MutexGuard<'_, Free>> {
+        (0..LOOKS).find_map(|_| {
+            let free = self.free.try_lock();
+            if free.is_none() {
+                std::hint::spin_loop();
+            }
+            free.map(|free| self.counted(free))
+        })
+    }
+
+    fn free(&self) -> MutexGuard<'_, Free> {
+        self.counted(self.free.lock())
+    }
+
+    fn counted<'a>(&self, mut free: MutexGuard<'a, Free>) -> MutexGuard<'a, Free> {
+        free.out = self.out.load(Ordering::Relaxed) as usize;
+        free
     }
 
     /// Makes a chunk ready, if there are too few; true if there still are.
     pub(crate) fn prepare(&self) -> bool {
-        if !self.free.lock().is_short() {
+        self.prepares.store(1, Ordering::Relaxed);
+        let mut free = self.free();
+        if !free.is_short() {
             return false;
         }
+        free.making += 1;
+        drop(free);
         let chunk = chunk();
-        let mut free = self.free.lock();
+        let mut free = self.free();
+        free.making -= 1;
         free.chunks.insert(chunk);
         free.blocks[ORDERS - 1].insert(chunk, true);
         free.is_short()
@@ -97,13 +148,14 @@ impl Pages {
     /// Bytes handed out in blocks.
     #[cfg(test)]
     pub(crate) fn out(&self) -> usize {
-        self.free.lock().out
+        self.out.load(Ordering::Relaxed) as usize
     }
 
     /// Gives a free chunk back to the allocator, if there are too many; true if there still are. Of the
     /// sweep alone: see the head of the file.
     pub(crate) fn shed(&self) -> bool {
-        let mut free = self.free.lock();
+        self.collect();
+        let mut free = self.free();
         let Some(chunk) = free.spare_chunk() else { return false };
         let more = free.has_spare();
         drop(free);
@@ -113,21 +165,47 @@ impl Pages {
 
     /// Zeroed memory of `len` bytes, aligned to a line of the cache.
     pub(crate) fn take(&self, len: usize) -> u64 {
-        let Some(order) = order(len) else { return alone(len) };
-        let mut free = self.free.lock();
+        self.find(len, true).unwrap_or_else(|| {
+            self.out.fetch_add(len as u64, Ordering::Relaxed);
+            alone(len)
+        })
+    }
+
+    /// As `take`, but `None` if somebody has the lock or the sweep has still to make a chunk ready: for
+    /// who can do without for a while.
+    pub(crate) fn take_ready(&self, len: usize) -> Option<u64> {
+        self.find(len, false)
+    }
+
+    fn find(&self, len: usize, must: bool) -> Option<u64> {
+        let Some(order) = order(len) else { return Some(alone(len)) };
+        let mut free = self.try_free()?;
+        self.out.fetch_add(len as u64, Ordering::Relaxed);
         free.out += len;
         let ready = free.ready();
         let (address, is_clean) = match free.take(order) {
             Some(block) => block,
-            None if free.out < SMALL => {
+            None if free.out < SMALL || free.making != 0 && len <= LITTLE => {
+                let is_short = free.is_short() && free.making == 0;
                 drop(free);
-                return alone(len);
+                if is_short {
+                    self.alarm.ask_for_memory();
+                }
+                return Some(alone(len));
+            }
+            None if !must && (self.prepares.load(Ordering::Relaxed) != 0 || free.making != 0) => {
+                self.out.fetch_sub(len as u64, Ordering::Relaxed);
+                drop(free);
+                self.alarm.ask_for_memory();
+                return None;
             }
             None => {
                 // Others need not wait until it is zero.
+                free.making += 1;
                 drop(free);
                 let chunk = chunk();
-                free = self.free.lock();
+                free = self.free();
+                free.making -= 1;
                 free.chunks.insert(chunk);
                 free.split(chunk, ORDERS - 1, order, true);
                 (chunk, true)
@@ -143,23 +221,82 @@ impl Pages {
             // SAFETY: a free block of this length, which nobody else knows of now.
             unsafe { std::ptr::with_exposed_provenance_mut::<u8>(address).write_bytes(0, len) }
         }
-        address as u64
+        Some(address as u64)
     }
 
     /// # Safety
     ///
     /// `address` came from [`Pages::take`] with this `len`, and nobody uses it any more.
     pub(crate) unsafe fn give_back(&self, address: u64, len: usize) {
-        let address = address as usize;
+        if len > CHUNK {
+            // The system's part of it is the sweep's, too.
+            self.put_off(address, len);
+        } else if order(len).is_none() {
+            release(address as usize, len);
+        } else if let Some(free) = self.try_free() {
+            self.put(free, address as usize, len);
+        } else {
+            self.put_off(address, len);
+        }
+    }
+
+    fn put(&self, mut free: MutexGuard<'_, Free>, address: usize, len: usize) {
         if let Some(order) = order(len) {
-            let mut free = self.free.lock();
-            free.out -= len;
+            self.out.fetch_sub(len as u64, Ordering::Relaxed);
             if free.chunks.contains(&(address & !(CHUNK - 1))) {
                 free.put(address, order);
                 return;
             }
         }
+        drop(free);
         release(address, len);
+    }
+
+    /// Leaves a block for the sweep.
+    fn put_off(&self, address: u64, len: usize) {
+        let head = std::ptr::with_exposed_provenance_mut::<[u64; 2]>(address as usize);
+        let mut next = self.returned.load(Ordering::Relaxed);
+        loop {
+            // SAFETY: the caller has given the block away, and nobody else knows of it before the
+            // exchange. It has more than two words.
+            unsafe { head.write([next, len as u64]) }
+            // Release, partner of the swap in `collect`: the two words are written.
+            let pushed = self.returned.compare_exchange_weak(
+                next,
+                address,
+                Ordering::Release,
+                Ordering::Relaxed,
+            );
+            match pushed {
+                Ok(_) => return,
+                Err(other) => next = other,
+            }
+        }
+    }
+
+    /// Takes back what was left because the lock was not to be had.
+    fn collect(&self) {
+        // Acquire, partner of the exchange in `put_off`, and of those before it by the release
+        // sequence.
+        let mut address = self.returned.swap(0, Ordering::Acquire);
+        while address != 0 {
+            let head = std::ptr::with_exposed_provenance::<[u64; 2]>(address as usize);
+            // SAFETY: a block of the list, which is this thread's alone now.
+            let [next, len] = unsafe { head.read() };
+            self.put(self.free(), address as usize, len as usize);
+            address = next;
+        }
+    }
+
+    /// Whether no block was left for the sweep.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.returned.load(Ordering::Relaxed) == 0
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        self.collect();
     }
 }
 
@@ -171,7 +308,7 @@ impl Free {
 
     /// How many of them there should be.
     fn wanted(&self) -> usize {
-        if self.out < SMALL { 0 } else { (self.chunks.len() / READY_OF + 1).min(READY) }
+        if self.out < SMALL / 2 { 0 } else { (self.chunks.len() / READY_OF + 1).min(READY) }
     }
 
     fn is_short(&self) -> bool {
@@ -344,8 +481,60 @@ mod tests {
             blocks.drain(..).for_each(|block| give_back(&pages, block));
             while pages.shed() {}
             let free = pages.free.lock();
-            prop_assert_eq!((free.out, free.chunks.len()), (0, 0));
+            prop_assert_eq!((pages.out(), free.chunks.len()), (0, 0));
         }
+    }
+
+    #[test]
+    fn nobody_waits_for_who_has_the_lock_and_nothing_is_lost_by_that() {
+        let pages = Pages::default();
+        let take = |len| Block { address: pages.take(len), len };
+        // Of a chunk, and too short for one.
+        let [of_chunk, short] = [1 << 20, 64].map(take);
+        let locked = pages.free.lock();
+        let (sent, waits) = std::sync::mpsc::channel();
+        let done = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert_eq!(pages.take_ready(SMALLEST), None);
+                let mut alone = take(1 << 20);
+                assert!(alone.bytes().iter().all(|byte| *byte == 0));
+                alone.bytes().fill(1);
+                let more = take(SMALLEST);
+                [of_chunk, alone, short, more].into_iter().for_each(|it| give_back(&pages, it));
+                let _ = sent.send(());
+            });
+            // Whoever waited would wait for this thread, which lets go after a minute only to fail.
+            let done = waits.recv_timeout(std::time::Duration::from_secs(60));
+            drop(locked);
+            done
+        });
+        assert!(done.is_ok(), "somebody waited");
+        assert!(!pages.is_settled());
+        assert_eq!(pages.out(), (2 << 20) + SMALLEST, "still counted");
+        while pages.shed() {}
+        assert!(pages.is_settled());
+        assert_eq!((pages.out(), pages.free.lock().chunks.len()), (0, 0));
+    }
+
+    #[test]
+    fn who_can_do_without_leaves_touching_a_chunk_to_the_sweep() {
+        let pages = Pages::default();
+        let ready = |len| pages.take_ready(len).map(|address| Block { address, len });
+        let first = ready(1 << 20);
+        assert!(first.is_some(), "nobody is there who would make one ready");
+        while pages.prepare() {}
+        let second = [(); 3].map(|()| ready(1 << 20));
+        assert!(second.iter().all(Option::is_some), "the rest of the first chunk, and the next");
+        assert!(ready(1 << 20).is_none());
+        assert_eq!(pages.out(), 4 << 20, "what was not given is not counted");
+        assert!(pages.alarm.is_asked(), "and the sweep was told");
+        while pages.prepare() {}
+        let third = ready(1 << 20);
+        assert!(third.is_some());
+        let all = second.into_iter().chain([first, third]);
+        all.flatten().for_each(|block| give_back(&pages, block));
+        while pages.shed() {}
+        assert_eq!((pages.out(), pages.free.lock().chunks.len()), (0, 0));
     }
 
     #[test]

@@ -57,6 +57,9 @@ const NUMBERS: u64 = if cfg!(oncekey_loom) { 2 } else { 1 << 16 };
 const SMALLEST: usize = 4 << 10;
 const LARGEST: usize = 1 << 20;
 
+/// How long one is where memory for a long one is not ready.
+const SHORT: usize = 64 << 10;
+
 /// Alignment of records.
 const UNIT: usize = 16;
 
@@ -691,7 +694,7 @@ impl Slabs {
         let len = up_to(queue.bytes / 16).min(queue.most);
         // Nobody is to wait for the lock until memory has come, or was touched.
         drop(queue);
-        let address = self.memory(len);
+        let (address, len) = self.memory(len);
         let mut queue = lane.queue.lock();
         if lane.open.load(Ordering::Acquire) != 0 {
             // Another thread was faster. Nobody has written to it: it is as clean as it came.
@@ -762,16 +765,20 @@ impl Slabs {
         self.entry(index)
     }
 
-    /// Zeroed memory for a slab.
-    fn memory(&self, len: usize) -> u64 {
+    /// Zeroed memory for a slab of that length, or for a shorter one where none is ready: all who
+    /// complete in the lane come here at once, and are not to touch a chunk each.
+    fn memory(&self, len: usize) -> (u64, usize) {
         let mut spare = self.spare.lock();
         if let Some(found) = spare.clean.iter().rposition(|(_, clean)| *clean == len) {
-            return spare.clean.swap_remove(found).0;
+            return spare.clean.swap_remove(found);
         }
         drop(spare);
-        let address = self.pages.take(len);
+        let (address, len) = match self.pages.take_ready(len) {
+            Some(address) => (address, len),
+            None => (self.pages.take(len.min(SHORT)), len.min(SHORT)),
+        };
         super::assert_fits_a_slot(address as usize);
-        address
+        (address, len)
     }
 
     /// Takes a slab without records out of the directory and gives its memory back (invariant 2).
