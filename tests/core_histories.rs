@@ -139,8 +139,17 @@ impl Event {
 /// not ended.
 type Way = (State, u64);
 
-/// An order of the calls on one key, or the call that has none, with what was possible before it.
-fn explain(events: &[Event], rules: &Rules) -> Result<(), String> {
+/// Why a history was not explained.
+#[derive(Debug)]
+enum Unexplained {
+    /// There is no order: a call that fits none, with what was possible before it.
+    NoOrder(String),
+    /// It was not looked for any longer: of fewer threads or steps there would be fewer ways.
+    TooManyWays,
+}
+
+/// Looks for an order of the calls on one key.
+fn explain(events: &[Event], rules: &Rules) -> Result<(), Unexplained> {
     let mut moments: Vec<(u64, bool, usize)> = Vec::new();
     for (number, event) in events.iter().enumerate() {
         moments.extend([(event.begin, false, number), (event.end, true, number)]);
@@ -159,7 +168,9 @@ fn explain(events: &[Event], rules: &Rules) -> Result<(), String> {
         let mut seen: HashSet<Way> = HashSet::new();
         let mut left: Vec<Way> = ways.iter().copied().collect();
         while let Some(way) = left.pop() {
-            assert!(seen.len() < MOST_WAYS, "too many ways: fewer threads or steps");
+            if seen.len() >= MOST_WAYS {
+                return Err(Unexplained::TooManyWays);
+            }
             let way = read(way, &running, rules);
             if !seen.insert(way) {
                 continue;
@@ -188,7 +199,7 @@ fn explain(events: &[Event], rules: &Rules) -> Result<(), String> {
                 let Event { thread, call, begin, end, from, to } = near;
                 lines += &format!("{begin}..{end} at {from}..{to} ms, {thread}: {call:?}\n");
             }
-            return Err(lines);
+            return Err(Unexplained::NoOrder(lines));
         }
         running[event.thread] = None;
         ways = next;
@@ -285,7 +296,7 @@ fn record<S: Subject>(subject: &S, clock: &ManualClock, seed: u64) -> Vec<Vec<Ev
     histories.into_iter().map(|history| history.into_inner().unwrap()).collect()
 }
 
-fn check(histories: &[Vec<Event>], rules: &Rules) -> Result<(), String> {
+fn check(histories: &[Vec<Event>], rules: &Rules) -> Result<(), Unexplained> {
     histories.iter().try_for_each(|history| explain(history, rules))
 }
 
@@ -390,8 +401,10 @@ fn of_the_store(on_lapse: Lapse) {
     assert!(stats.won > 100 && stats.completed > 100 && stats.lost > 0, "{stats:?}");
     assert!(stats.expired > 10 && stats.forgotten > 10 && stats.lapsed > 0, "{stats:?}");
     assert!((stats.taken_over > 0) == (on_lapse == Lapse::TakeOver), "{stats:?}");
-    if let Err(why) = check(&histories, &rules(on_lapse)) {
-        panic!("{why}");
+    match check(&histories, &rules(on_lapse)) {
+        Ok(()) => {}
+        Err(Unexplained::NoOrder(why)) => panic!("{why}"),
+        Err(Unexplained::TooManyWays) => panic!("too many ways: fewer threads or steps"),
     }
 }
 
@@ -538,7 +551,8 @@ fn histories_of_a_store_that_looks_and_writes_later_have_none() {
         for seed in 0..50 {
             let made = Made::new(Lapse::Hold, Some(verb));
             let histories = record(&made, &made.clock, seed);
-            if check(&histories, &made.rules).is_err() {
+            // What a torn step leaves behind may take more ways than are looked at: then the next one.
+            if let Err(Unexplained::NoOrder(_)) = check(&histories, &made.rules) {
                 assert!(made.has_torn.load(Ordering::Relaxed), "{verb:?} was never torn");
                 rejected.insert(format!("{verb:?}"), seed);
                 break;
